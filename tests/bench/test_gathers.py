@@ -1,9 +1,13 @@
 """Overlap of the gather of parameters: names of kernels, shares of time, table, picture."""
 
+import keras
 import pytest
+import tensorflow as tf
 
 from benchmarks.kernel_times import BACKWARD, FORWARD, by_pass, kernels_of
 from benchmarks.worker_gathers import shares_of
+from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tfscale.comm.events import clock_ns
 
 
 def test_kernels_are_told_apart_by_their_names():
@@ -24,13 +28,6 @@ def test_kernels_are_told_apart_by_their_names():
 
 
 def test_kernels_of_a_step_lie_within_it():
-    import keras
-    import tensorflow as tf
-
-    import tfscale
-    from tfscale.comm.events import clock_ns
-
-    tfscale.init()
     layer = keras.layers.Dense(32)
     model = keras.Sequential([keras.Input((32,)), layer], name="net")
 

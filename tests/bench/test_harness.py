@@ -1,11 +1,14 @@
-"""The harness, and the cells of each suite."""
+"""The harness, the cells of each suite, and the commands that measure them."""
 
 import dataclasses
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, worker
+from benchmarks import cells, harness, worker
 from benchmarks.cells import (
     FULL,
     QUICK,
@@ -14,11 +17,15 @@ from benchmarks.cells import (
     TRAINED_MODELS,
     Choice,
     Local,
+    cells_of,
     parse_local,
 )
-from benchmarks.harness import merge
 from benchmarks.places import parse_place
 from tests.bench.fakes import CELLS
+
+
+def systems(*suites, **choice):
+    return [cell.system for cell in cells_of(suites, Choice(**choice))]
 
 
 def test_systems_take_turns_to_and_fro(fake_runs, tmp_path):
@@ -33,7 +40,7 @@ def test_the_slowest_rank_counts(tmp_path):
         content = {"samples": {"a": samples}, "sent_bytes": {"a": float(rank)}, "facts": {}}
         content |= {"peak_bytes": rank, "start_s": 2 - rank}
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
-    merged = merge(tmp_path, 2)
+    merged = harness.merge(tmp_path, 2)
     assert merged["samples"] == {"a": [2.0, 5.0]}
     assert (merged["peak_bytes"], merged["start_s"], merged["sent_bytes"]) == (1, 2, {"a": 1.0})
 
@@ -47,44 +54,53 @@ def test_every_suite_compares_systems_within_its_groups():
             assert len({cell.key for cell in cells}) == len(cells)
 
 
-def test_a_choice_of_cells():
-    assert {c.place for c in SUITES["step"](Choice(places=["memory"]))} == {"memory"}
-    chosen = SUITES["step"](Choice(models=["vgg_a"], exchanges=["auto"], places=["1gbit"]))
-    assert {c.system for c in chosen} >= {"compute", "tfscale-auto", "mwms"}
-    trained = SUITES["step"](Choice(models=TRAINED_MODELS, places=["250mbit"]))
+def test_a_choice_of_cells(monkeypatch):
+    assert {c.place for c in cells_of(["step"], Choice(places=["memory"]))} == {"memory"}
+    chosen = systems("step", models=["vgg_a"], exchanges=["auto"], places=["1gbit"])
+    assert {*chosen} >= {"compute", "tfscale-auto", "mwms"}
+    trained = cells_of(["step"], Choice(models=TRAINED_MODELS, places=["250mbit"]))
     assert {c.group for c in trained} == {f"{model} 250mbit" for model in TRAINED_MODELS}
-    only = SUITES["step"](Choice(models=["vgg_a"], systems=["compute"]))
-    assert {c.system for c in only} == {"compute"}
+    chosen = systems("step", "fc1", systems=["compute", "mpi"], places=["1gbit"], models=["vgg_a"])
+    assert {*chosen} >= {"compute", "mpi"}
+    # Of other exchanges than the suite's own; of PyTorch only where it is asked for.
+    sharded = {"systems": ["tfscale-sharded"], "places": ["memory"]}
+    assert {*systems("step", **sharded, exchanges=["sharded"])} == {"tfscale-sharded"}
+    with pytest.raises(ValueError, match="tfscale-sharded"):
+        systems("step", **sharded)
+    torch = {"systems": ["compute", "ddp"], "places": ["1gbit"], "models": ["resnet50"]}
+    monkeypatch.setattr(cells, "has_ddp", lambda: True)
+    assert systems("step", **torch) == ["compute", "ddp"]
+    monkeypatch.setattr(cells, "has_ddp", lambda: False)
+    with pytest.raises(ValueError, match="ddp"):
+        systems("step", **torch)
 
 
 def test_local_sgd_is_measured_over_whole_intervals():
-    cells = SUITES["step"](Choice(FULL, models=["resnet50"], places=["1gbit"]))
+    cells = cells_of(["step"], Choice(FULL, models=["resnet50"], places=["1gbit"]))
     blocks = {c.system: c.arguments[-1] for c in cells if "--block" in c.arguments}
     plain = {"tfscale-local8": "8", "tfscale-local16": "16"}
     overlapped = {"tfscale-local4-overlap": "4", "tfscale-local8-overlap": "8"}
     assert blocks == plain | overlapped | {f"{s}-bf16": block for s, block in plain.items()}
     name = "local8-g2-overlap3"
     choice = Choice(models=["vgg_small_256"], places=["2x2@1gbit"], exchanges=[name])
-    (cell,) = (c for c in SUITES["step"](choice) if c.system == f"tfscale-{name}")
+    (cell,) = (c for c in cells_of(["step"], choice) if c.system == f"tfscale-{name}")
     assert cell.arguments[2:] == ("--repeats", "13", "--warmup", "1", "--block", "8")
     found = [parse_local(text, 4) for text in ("local8", name, "local4-overlap", "sharded")]
     assert found == [Local(4, 8, 0), Local(2, 8, 3), Local(4, 4, 3), None]
 
 
 def test_places_and_their_cells():
-    found = {text: parse_place(text) for text in ("memory", "1gbit", "2x4@1gbit", "1x4@memory")}
-    counts = {text: (place.n_hosts, place.n_ranks) for text, place in found.items()}
-    assert counts == {"memory": (1, 4), "1gbit": (4, 4), "2x4@1gbit": (2, 8), "1x4@memory": (1, 4)}
-    assert [place.rate_bits_s for place in found.values()] == [None, 1e9, 1e9, None]
+    counts = {"memory": (1, 4), "1gbit": (4, 4), "2x4@1gbit": (2, 8), "1x4@memory": (1, 4)}
+    places = [parse_place(text) for text in counts]
+    assert [(place.n_hosts, place.n_ranks) for place in places] == list(counts.values())
+    assert [place.rate_bits_s for place in places] == [None, 1e9, 1e9, None]
     for text in ("0x2@1gbit", "2x2@memory", "", "2x2@"):
         with pytest.raises(ValueError, match="Example: --places"):
             parse_place(text)
-    cells = SUITES["step"](Choice(models=["resnet50"], places=["2x2@1gbit"]))
-    assert {c.n_ranks for c in cells} == {4}
-    assert {c.place for c in cells} == {"2x2@1gbit", "memory"}
-    collectives = SUITES["collectives"](Choice(places=["2x4@1gbit"]))
-    assert {c.n_ranks for c in collectives} == {8}
-    assert "tcp" in {c.system for c in collectives}
+    cells = cells_of(["step"], Choice(models=["resnet50"], places=["2x2@1gbit"]))
+    assert {(c.n_ranks, c.place) for c in cells} == {(4, "2x2@1gbit"), (4, "memory")}
+    cells = cells_of(["collectives"], Choice(places=["2x4@1gbit"]))
+    assert {c.n_ranks for c in cells} == {8} and "tcp" in {c.system for c in cells}
 
 
 def test_bytes_of_links_are_counted_per_call(monkeypatch):
@@ -92,3 +108,29 @@ def test_bytes_of_links_are_counted_per_call(monkeypatch):
     monkeypatch.setattr(worker, "link_bytes", lambda: next(counter))
     samples = worker.sample(lambda: None, warmup=1, repeats=2, block=4)
     assert (len(samples.seconds), samples.sent_bytes) == (2, 500.0)
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$2" in
+  benchmarks) {measured}; exit {status} ;;
+  benchmarks.report) mkdir -p "$5" && echo the page > "$5/benchmarks.md" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("status", "has_results"), [(0, True), (1, True), (3, False)])
+def test_make_bench_reports_whatever_failed(tmp_path, status, has_results):
+    """Of runs that went well, of which some failed, or that were refused."""
+    (tmp_path / "bench").mkdir()
+    fake = tmp_path / "python"
+    measured = f"touch {tmp_path}/bench/quick.json" if has_results else ":"
+    fake.write_text(FAKE_PYTHON.format(measured=measured, status=status))
+    fake.chmod(0o755)
+    # `build` counts as done: nothing is compiled.
+    words = ["make", "-o", "build", "bench-quick", f"BIN={tmp_path}", f"BENCH={tmp_path}/bench"]
+    environ = {"PATH": os.environ["PATH"], "LC_ALL": "C"}  # without what a make above has set
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, cwd=root, env=environ, capture_output=True, text=True)
+    assert ("the page" in done.stdout) is has_results
+    assert (done.returncode == 0) is (status == 0)
+    assert status == 0 or f"Error {status}" in done.stderr

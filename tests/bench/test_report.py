@@ -1,10 +1,12 @@
-"""The page of results."""
+"""The page of results, the numbers on it, and the comparison of two files."""
 
 from pathlib import Path
 
 import pytest
+from compare import compare
 
-from benchmarks import harness, sessions
+from benchmarks import harness, numbers, sessions
+from benchmarks.numbers import Ratio, Spread, Weights, paired_ratio, spread
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
 from benchmarks.step_tables import eligible, overhead_table, summary
@@ -72,9 +74,8 @@ def test_one_round_does_not_win_against_three():
 
 def test_without_horovod_all_rounds_count():
     slow, lucky = _rounds("tfscale-allreduce", 1.0, 1.0), _rounds("tfscale-sharded", 0.1)
-    assert eligible(_row(slow + lucky + _rounds("tfscale-local8", 0.1, 0.1))) == [
-        "tfscale-allreduce"
-    ]
+    row = _row(slow + lucky + _rounds("tfscale-local8", 0.1, 0.1))
+    assert eligible(row) == ["tfscale-allreduce"]
     assert _summary_of(slow, lucky)["Horovod / best fixed |"] == "— |"
 
 
@@ -90,3 +91,73 @@ def test_committed_results_name_no_paths_of_a_machine():
     commands += [one["command"] for one in content["sessions"].values() if "command" in one]
     assert not [word for words in commands for word in words if word.startswith(("/", "--output"))]
     assert not [one for one in content["sessions"].values() if "kernel" in one.get("machine", {})]
+
+
+# Numbers.
+
+
+def test_spread():
+    assert spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0, 3)
+    assert spread([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [
+        ([2.0, 20.0, 6.0], [1.0, 10.0, 3.0], Ratio(2.0, 2.0, 2.0, 3, is_range=True)),  # a load
+        ([2.0, 20.0, 200.0], [1.0, None, 100.0], Ratio(2.0, 2.0, 2.0, 2, is_range=True)),
+        ([1.0, 2.0, 3.0, 4.0], [1.0] * 4, Ratio(2.5, 1.0, 4.0, 4, is_range=True)),
+        ([1.0, None], [None, 1.0], None),
+    ],
+)
+def test_paired_ratio_is_of_the_rounds_that_both_have(theirs, ours, expected):
+    rounds = ({n: [s, s] for n, s in enumerate(every) if s} for every in (theirs, ours))
+    assert paired_ratio(*rounds) == expected
+
+
+def test_paired_ratio_of_many_rounds_has_an_interval_around_its_median():
+    theirs = dict(enumerate([[2.0], [2.2], [1.8], [2.4], [2.0]]))
+    ratio = paired_ratio(theirs, dict(enumerate([[1.0]] * 5)))
+    assert ratio.low < ratio.high and not ratio.is_range
+    assert ratio.low <= ratio.median == 2.0 <= ratio.high
+
+
+def test_bytes_and_rates():
+    assert numbers.bus_bandwidth(1000, 4, 1.0) == 1500  # as nccl-tests do
+    dense, other = Weights(1_001_000, 1000, 1000), Weights(50)
+    assert numbers.allreduce_bytes([dense, other], 4) == 1.5 * 4 * 1_001_050
+    assert numbers.least_bytes([dense, other], 4, local_batch=1) == 4 * 3 * 2000 + 1.5 * 4 * 50
+    # With a large batch the gradient is the cheaper one.
+    assert numbers.least_bytes([dense], 4, local_batch=10**6) == numbers.allreduce_bytes([dense], 4)
+    # The limit is the longer of computing and sending.
+    assert [numbers.physical_limit(0.1, 1000, rate) for rate in (None, 8e3, 8e6)] == [0.1, 1.0, 0.1]
+
+
+# The comparison of two files.
+
+
+def content_of(*seconds, suite="step", system="tfscale-allreduce", case="vgg"):
+    run = {"suite": suite, "group": "g", "system": system, "samples": {case: list(seconds)}}
+    return {"runs": [run]}
+
+
+def test_compare_tells_slower_from_noise():
+    old = content_of(1.0, 1.1, 1.2)
+    assert not compare(old, content_of(1.0, 1.5, 2.0), 0.1)[1]  # spreads overlap
+    (line,), is_worse = compare(old, content_of(2.0, 2.1, 2.2), 0.1)
+    assert is_worse and line.endswith("SLOWER")
+    assert "faster" in compare(old, content_of(0.5, 0.5, 0.5), 0.1)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("suite", "system", "case", "is_ours"),
+    [
+        ("step", "horovod", "vgg", False),
+        ("single", "both", "tfscale", True),
+        ("single", "both", "keras", False),
+        ("report", "both", "without", True),
+    ],
+)
+def test_compare_knows_ours(suite, system, case, is_ours):
+    old, new = (content_of(s, suite=suite, system=system, case=case) for s in (1.0, 2.0))
+    assert compare(old, new, 0.1)[1] is is_ours

@@ -1,15 +1,16 @@
-"""Sessions: what continues, what is measured again, and which runs are pairs."""
+"""Sessions: what continues, what is measured again, which runs are pairs; what is recorded."""
 
 import dataclasses
 import json
-import os
+import sys
 
 import pytest
 
-from benchmarks import harness, provenance, sessions
+from benchmarks import harness, provenance
+from benchmarks.launch import RunFailedError
 from benchmarks.markdown import ratio_of
 from benchmarks.rows import collect
-from tests.bench.fakes import CELLS
+from tests.bench.fakes import CELLS, cell
 
 
 @pytest.fixture
@@ -28,15 +29,15 @@ def measure(fake_runs, tmp_path):
 SYSTEMS = [c.system for c in CELLS]
 
 
-def test_an_interrupted_measurement_goes_on(fake_runs, measure, monkeypatch):
-    def interrupted(cell, timeout_s):
+def test_an_interrupted_measurement_goes_on(fake_runs, measure):
+    def interrupt_the_third():
         if len(fake_runs) == 2:
             raise KeyboardInterrupt
-        return fake_runs.run_cell(cell, timeout_s)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(harness, "run_cell", interrupted)
+    fake_runs.act = interrupt_the_third
+    with pytest.raises(KeyboardInterrupt):
         measure(CELLS)
+    del fake_runs.act
     ran, content = measure(CELLS)
     assert ran == SYSTEMS[2:]
     assert len({run["session"] for run in content["runs"]}) == len(content["sessions"]) == 1
@@ -87,14 +88,13 @@ def test_cells_that_are_added_later_are_no_pairs_of_earlier_ones(measure):
     assert ratio_of(row, "horovod", "tfscale-allreduce").n == 3
 
 
-def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure, monkeypatch):
-    def committing(cell, timeout_s):
+def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure):
+    def commit_meanwhile():
         fake_runs.commit = "def" if len(fake_runs) == 2 else fake_runs.commit
-        return fake_runs.run_cell(cell, timeout_s)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(harness, "run_cell", committing)
-        _, content = measure(CELLS, 2)
+    fake_runs.act = commit_meanwhile
+    _, content = measure(CELLS, 2)
+    del fake_runs.act
     (row,) = collect(content["runs"], "step")
     assert ratio_of(row, "horovod", "tfscale-allreduce").n == 1
     # A later commit, measured within the session, does nothing for the earlier one.
@@ -104,14 +104,43 @@ def test_rounds_before_and_after_a_commit_are_no_pairs(fake_runs, measure, monke
     assert len(content["runs"]) == 6
 
 
-def test_a_file_is_whole_when_its_writer_dies(tmp_path, monkeypatch):
-    path = tmp_path / "deep" / "results.json"
-    sessions.write(path, {"runs": [1]})
+# Where results come from.
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        sessions.write(path, {"runs": [1, 2]})
-    assert json.loads(path.read_text()) == {"runs": [1]}
+def test_changes_are_a_commit_of_their_own(monkeypatch, tmp_path):
+    """Changes of what git knows, and sources that it does not know."""
+    found = {"rev-parse": "abc", "diff": "", "ls-files": "recipes/a.json\0recipes/b.md\0"}
+    monkeypatch.setattr(provenance, "_git", lambda *words: found[words[0]])
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.commit() == "abc"
+    commits = []
+    for found["diff"] in ("a line", "another line"):
+        commits.append(provenance.commit())
+    found["ls-files"] += "study.py\0"
+    for text in ("SEEDS = 1", "SEEDS = 2"):
+        (tmp_path / "study.py").write_text(text)
+        commits.append(provenance.commit())
+    assert len(set(commits)) == 4 and all(c.startswith("abc+") for c in commits)
+
+
+def test_no_paths_and_no_kernel_are_recorded(monkeypatch):
+    words = ["step", "--output", "/data/me/r.json", "--rounds", "5", "--output=/data/me/r.json"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+    about = provenance.describe()
+    assert about["command"] == ["python", "-m", "benchmarks", "step", "--rounds", "5"]
+    assert sorted(about["machine"]) == ["cpu", "memory_bytes", "n_cores"]
+
+
+def test_a_failed_run_is_recorded_with_its_output_and_its_command(monkeypatch):
+    given = []
+
+    def fail(place, size, command, extra, timeout_s):
+        given.extend(command)
+        raise RunFailedError("exit code 1. Traceback")
+
+    monkeypatch.setattr(harness, "run_ranks", fail)
+    result = harness.run_cell(cell("horovod"), 1.0)
+    assert result["error"] == "exit code 1. Traceback"
+    program = ["-m", "benchmarks.worker_step", "--system", "horovod", "--model", "vgg"]
+    assert result["command"] == program
+    assert given[1:-1] == [*program, "--output"]

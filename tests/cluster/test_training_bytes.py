@@ -52,36 +52,23 @@ VALUES = {
     "groups, sharded": IN_GROUP,
     "groups, allreduce": IN_GROUP,
 }
-# What averaging adds: an allreduce over the groups of M / m values, or of M.
+# What averaging adds: an allreduce over the groups of M / m values where a group shards them, or M.
 AVERAGING = {
     "groups, sharded": 2 * once(GROUPS) * MODEL / MEMBERS,
     "groups, allreduce": 2 * once(GROUPS) * MODEL,
 }
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bytes")
-    return run_on_cluster("tests.cluster.test_training_bytes", SIZE, SIZE, folder)
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_a_step_moves_what_the_formula_says(measured, name):
-    expected = 4 * VALUES[name]
-    for rank, ways in enumerate(measured[name]["bytes"]):
-        assert ways == pytest.approx([expected] * 2, rel=0.06), (rank, expected)
-
-
-@pytest.mark.parametrize("name", AVERAGING)
-def test_an_average_moves_what_the_formula_says(measured, name):
-    """Of a model of M values each rank averages M / m where its group shards them, else all."""
-    plain, averaged = (measured[n]["bytes"] for n in (name, f"{name}, averaged"))
-    for rank, (without, ways) in enumerate(zip(plain, averaged, strict=True)):
-        added = [a - b for a, b in zip(ways, without, strict=True)]
-        assert added == pytest.approx([4 * AVERAGING[name]] * 2, rel=0.06), rank
-
-
-def test_two_chunks_and_two_replicated_layers_take_six_collectives(measured):
+def test_steps_and_averages_move_what_the_formulas_say(tmp_path):
+    measured = run_on_cluster("tests.cluster.test_training_bytes", SIZE, SIZE, tmp_path)
+    for name, values in VALUES.items():
+        for rank, ways in enumerate(measured[name]["bytes"]):
+            assert ways == pytest.approx([4 * values] * 2, rel=0.06), (name, rank)
+    for name, values in AVERAGING.items():
+        plain, averaged = (measured[n]["bytes"] for n in (name, f"{name}, averaged"))
+        added = np.subtract(averaged, plain)  # by rank and way
+        np.testing.assert_allclose(added, np.full((SIZE, 2), 4 * values), rtol=0.06, err_msg=name)
+    # Two chunks, and two replicated layers.
     assert measured["chunked"]["collectives"] == 2 * 2 + 2
 
 

@@ -1,6 +1,8 @@
 """A short training job in which the last rank fails: `python job.py EXCHANGE KIND`, on 2 ranks."""
 
 import hashlib
+import os
+import signal
 import sys
 
 import keras
@@ -9,7 +11,6 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.faults.injection import ACTIONS, fail_at, spoiled
 
 BATCH, STEPS = 4, 12  # of each rank, per epoch
 EXCHANGES = {
@@ -22,6 +23,31 @@ EXCHANGES = {
 }
 # The step in which it happens: within an interval of local SGD, the first one of a larger batch.
 STEP = {"adaptive": STEPS}
+
+
+def act(kind):
+    """Let this rank fail; return the factor of its loss if it does not."""
+    if kind == "exception":
+        raise RuntimeError("injected at rank 1")
+    if kind == "os._exit":
+        os._exit(7)
+    if kind.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, kind))
+    return np.nan if kind.startswith("NaN") else 1.0
+
+
+def failing(loss, kind, step):
+    """Return a loss that fails in the middle of a step: nothing has been exchanged in it yet."""
+    steps = iter(range(10**6))
+
+    def factor():
+        return act(kind) if next(steps) == step else 1.0
+
+    def wrapped(y, prediction):
+        value = loss(y, prediction)
+        return value * tf.reshape(tf.py_function(factor, [], value.dtype), [])
+
+    return wrapped
 
 
 def data(exchange: str, kind: str, rank: int):
@@ -38,11 +64,8 @@ def data(exchange: str, kind: str, rank: int):
     if kind == "short data":  # of a length that no rank knows beforehand
         parts = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
         spec = tuple(tf.TensorSpec([None, k], tf.float32) for k in (6, 1))
-        return (
-            tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec),
-            None,
-            None,
-        )
+        generated = tf.data.Dataset.from_generator(lambda: iter(parts), output_signature=spec)
+        return generated, None, None
     return x, y, BATCH
 
 
@@ -56,20 +79,17 @@ def main() -> None:
     width = 9 if kind == "other model" and is_odd else 8
     layers = [keras.layers.Dense(width, activation="tanh"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((6,)), *layers])
-    inner = keras.optimizers.SGD(
-        0.05, momentum=0.8 if kind == "other optimizer" and is_odd else 0.9
-    )
+    momentum = 0.8 if kind == "other optimizer" and is_odd else 0.9
+    inner = keras.optimizers.SGD(0.05, momentum=momentum)
     nonfinite = {"NaN": "raise", "NaN skipped": "skip"}.get(kind, "ignore")
     optimizer = hvd.DistributedOptimizer(inner, exchange=EXCHANGES[exchange](), nonfinite=nonfinite)
-    model.compile(optimizer, spoiled(keras.losses.MeanSquaredError()))
+    loss = keras.losses.MeanSquaredError()
+    model.compile(optimizer, failing(loss, kind if is_odd else "", STEP.get(exchange, 5)))
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     if kind == "no callbacks" and is_odd:
         callbacks = []
     elif exchange == "adaptive":
         callbacks.append(tfscale.callbacks.BatchSizeSchedule({1: 4 * BATCH}))
-    action = kind.removesuffix(" skipped")
-    if action in (*ACTIONS, "NaN"):
-        callbacks.append(fail_at(1, STEP.get(exchange, 5), action))
     x, y, batch_size = data(exchange, kind, rank)
     model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
     digest = hashlib.blake2b(digest_size=8)

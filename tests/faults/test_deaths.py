@@ -9,47 +9,33 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.killed_job import START_S, Job, job_of, wait_for_end
+from tests.helpers.killed_job import START_S, TRAINING, Job, job_of, wait_for_end
 from tfscale.comm import mpi_files
 
-TRAINING = """
-import os, sys, time
-import keras, numpy as np
-import tfscale.keras as hvd
-from tfscale.data import GlobalBatches
-hvd.init()
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
-x, y = np.ones((512, 4)), np.ones((512, 1))
-
-def fail():
-    raise ValueError("bad sample")
-
+ENDLESS = f"""{TRAINING}
 class Return(Exception):
     pass
 
-def leave():
-    raise Return()
-
-actions = {"exception": fail, "wait": lambda: None, "return": leave,
-           "os._exit(1)": lambda: os._exit(1), "os._exit(0)": lambda: os._exit(0),
-           "os._exit(75)": lambda: os._exit(75),
-           "sys.exit(5)": lambda: sys.exit(5), "sys.exit(0)": lambda: sys.exit(0)}
-
-class Report(keras.callbacks.Callback):
+class Act(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 20 and self.model.optimizer.iterations.numpy() < 100:
-            print(f"READY {hvd.rank()} {os.getpid()} {time.time()} .", flush=True)
-            if hvd.rank() == 1:
-                actions[sys.argv[1]]()
+            ready()
+            if rank == 1:
+                self.act(sys.argv[1])
+
+    def act(self, kind):
+        if kind == "exception":
+            raise ValueError("bad sample")
+        if kind == "return":
+            raise Return()
+        if kind != "wait":  # os._exit(1) and the like
+            eval(kind)
 
 try:
-    model.fit(GlobalBatches(x, y, batch_size=8), verbose=0, epochs=10**6,
-              callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), Report()])
+    fit(Act(), epochs=10**6)
 except Return:
     pass
 """
-
 
 # Nearly all the time a rank reads the memory of others.
 READING = """
@@ -66,15 +52,15 @@ for step in range(10**6):
 """
 
 KINDS = {
-    "exception": (1, "rank 1 on host {host} failed with exit status 1."),
-    "os._exit(1)": (1, "rank 1 on host {host} failed with exit status 1."),
-    "os._exit(0)": (1, "rank 1 on host {host} ended with exit status 0 before"),
-    "os._exit(75)": (1, "rank 1 on host {host} failed with exit status 75. 75 means that"),
-    "sys.exit(5)": (5, "rank 1 on host {host} failed with exit status 5, leaving the job before"),
-    "sys.exit(0)": (1, "rank 1 on host {host} ended with exit status 0 before"),
-    "return": (1, "rank 1 on host {host} ended with exit status 0 before"),
-    "SIGKILL": (137, "rank 1 on host {host} was killed by signal 9 (SIGKILL)."),
-    "SIGTERM": (143, "rank 1 on host {host} was killed by signal 15 (SIGTERM)."),
+    "exception": (1, "failed with exit status 1."),
+    "os._exit(1)": (1, "failed with exit status 1."),
+    "os._exit(0)": (1, "ended with exit status 0 before"),
+    "os._exit(75)": (1, "failed with exit status 75. 75 means that"),
+    "sys.exit(5)": (5, "failed with exit status 5, leaving the job before"),
+    "sys.exit(0)": (1, "ended with exit status 0 before"),
+    "return": (1, "ended with exit status 0 before"),
+    "SIGKILL": (137, "was killed by signal 9 (SIGKILL)."),
+    "SIGTERM": (143, "was killed by signal 15 (SIGTERM)."),
 }
 
 
@@ -85,7 +71,7 @@ KINDS = {
 def test_death_in_training(tmp_path, kind):
     expected_code, expected_text = KINDS[kind]
     is_sent = kind.startswith("SIG")
-    with Job(tmp_path, TRAINING, "wait" if is_sent else kind) as job:
+    with Job(tmp_path, ENDLESS, "wait" if is_sent else kind) as job:
         pid, since = job.ready(1)
         other, _ = job.ready(0)
         if is_sent:
@@ -94,19 +80,32 @@ def test_death_in_training(tmp_path, kind):
         assert job.end(since) == expected_code, job.output()
         wait_for_end([other], since)
         who, where = job.last_lines()
-    assert who.startswith("tfscale: " + expected_text.format(host=os.uname().nodename))
+    assert who.startswith(f"tfscale: rank 1 on host {os.uname().nodename} {expected_text}")
     assert where.startswith("tfscale: its last collective was")
     if kind == "exception":
         assert "ValueError: bad sample\ntfscale: rank 1" in job.output()
         assert job.output().count("Traceback") == 1
 
 
-def kill_at_a_random_moment(folder, seed, program=TRAINING, size=2):
-    """A random rank is killed, a random time after training began; nothing is left."""
+# 20 of them: make faults-random
+N_RANDOM = int(os.environ.get("TFSCALE_TEST_N_RANDOM", "3"))
+
+
+@pytest.mark.timeout(START_S + 60)
+@pytest.mark.parametrize(
+    ("program", "size", "seed"),
+    [
+        *((ENDLESS, 2, seed) for seed in range(N_RANDOM)),
+        *((READING, 3, seed) for seed in range(N_RANDOM + 2)),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_death_at_a_random_moment(tmp_path, program, size, seed):
+    """A random rank is killed, a random time after it began; nothing is left."""
     choice = random.Random(seed)
     victim, pause_s = choice.randrange(size), choice.uniform(0.0, 2.0)
-    with Job(folder, program, "wait", size=size) as job:
-        pids = [job.ready(rank)[0] for rank in range(size)]
+    with Job(tmp_path, program, "wait", size=size) as job:
+        pids = job.pids(size)
         processes = job_of(pids[0])
         files = mpi_files.used_by(processes)
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in processes)
@@ -121,41 +120,13 @@ def kill_at_a_random_moment(folder, seed, program=TRAINING, size=2):
     assert not [path for path in files if os.path.exists(path)]
 
 
-# 20 of them: make faults-random
-N_RANDOM = int(os.environ.get("TFSCALE_TEST_N_RANDOM", "3"))
-
-
-@pytest.mark.timeout(START_S + 60)
-@pytest.mark.parametrize("seed", range(N_RANDOM))
-def test_death_at_a_random_moment(tmp_path, seed):
-    kill_at_a_random_moment(tmp_path, seed)
-
-
-@pytest.mark.timeout(START_S + 60)
-@pytest.mark.parametrize("seed", range(N_RANDOM + 2))
-def test_death_at_a_random_moment_while_others_read_its_memory(tmp_path, seed):
-    kill_at_a_random_moment(tmp_path, seed, READING, size=3)
-
-
-ELSEWHERE = """
-import os, signal, sys, time
-import keras, numpy as np
-import tfscale, tfscale.keras as hvd
-from tfscale.data import GlobalBatches
-hvd.init()
+ELSEWHERE = f"""{TRAINING}
 place, exchange, folder = sys.argv[1:]
-exchange = {"Chunked": tfscale.Chunked(first_chunk_layers=1, replicated_dense=0),
-            "LocalSGD": tfscale.LocalSGD(groups=2, interval=4), "auto": "auto"}[exchange]
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
-model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), exchange=exchange), loss="mse")
-x, y = np.ones((512, 4)), np.ones((512, 1))
-data = lambda: GlobalBatches(x, y, batch_size=8)
-
-def ready():
-    print(f"READY {hvd.rank()} {os.getpid()} {time.time()} .", flush=True)
+exchange = {{"Chunked": tfscale.Chunked(first_chunk_layers=1, replicated_dense=0),
+            "LocalSGD": tfscale.LocalSGD(groups=2, interval=4), "auto": "auto"}}[exchange]
 
 def die():
-    if hvd.rank() == 1:
+    if rank == 1:
         ready()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -171,22 +142,19 @@ def watch(event, words):  # of Python itself: files that are opened to be writte
     if event == "open" and str(words[0]).startswith(folder) and "w" in (words[1] or ""):
         die()
 
-if hvd.rank() == 0:
+if rank == 0:
     ready()
-callbacks = [tfscale.callbacks.Synchronize(), Die()]
+callbacks = [Die()]
 if place == "saving":
     callbacks.insert(0, tfscale.callbacks.Checkpoint(folder, every_n_steps=10))
     sys.addaudithook(watch)
-model.fit(data(), verbose=0, epochs=2, callbacks=callbacks, validation_data=data())
+model = fit(*callbacks, exchange=exchange, epochs=2, validation_data=data())
 if place == "predict":
-    model.predict(x, batch_size=8, verbose=0, callbacks=[Die()])
+    model.predict(np.ones((512, 4)), batch_size=8, verbose=0, callbacks=[Die()])
     tfscale.allreduce(np.ones(1))
 """
-CELLS = [
-    (place, exchange)
-    for place in ("evaluate", "predict", "saving")
-    for exchange in ("Chunked", "LocalSGD", "auto")
-]
+PLACES, EXCHANGES = ("evaluate", "predict", "saving"), ("Chunked", "LocalSGD", "auto")
+CELLS = [(place, exchange) for place in PLACES for exchange in EXCHANGES]
 # Each place and each exchange once; all with FAULTS_ALL=1.
 IN_CI = CELLS if os.environ.get("FAULTS_ALL") else CELLS[::4]
 
@@ -200,3 +168,44 @@ def test_death_outside_of_steps(tmp_path, place, exchange):
         assert job.end(since) == 137, job.output()
         wait_for_end([pid, other], since)
         assert job.last_lines()[0].startswith("tfscale: rank 1 on host"), job.output()
+
+
+SHUTS_DOWN = f"""{TRAINING}
+class Act(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            ready()
+            if sys.argv[1] == "raise" and rank == 1:
+                raise ValueError("bad sample")
+            time.sleep(2.0 * rank)  # keeps rank 0 waiting, for less than the limit
+
+try:
+    fit(Act())
+    print(f"done {{rank}} .", flush=True)
+finally:
+    tfscale.shutdown()
+"""
+LIMITS = {"TFSCALE_STALL_WARNING_S": "2", "TFSCALE_STALL_SHUTDOWN_S": "5"}
+
+
+@pytest.mark.timeout(3 * START_S)
+def test_shutdown_in_finally_hides_no_failure(tmp_path):
+    """All ranks leave together, and yet the job has failed: it is told, and started again."""
+    with Job(tmp_path, SHUTS_DOWN, "raise", options=["--restarts", "1"], environ=LIMITS) as job:
+        output = job.output_of_end(1, 2 * START_S)
+    assert "ValueError: bad sample" in output
+    assert re.search(r"tfscale: rank 1 on host \S+ failed with exit status 1\.", output), output
+    assert "tfscale: restart 1 of 1, with 2 ranks" in output
+
+
+@pytest.mark.timeout(3 * START_S)
+def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path):
+    """For longer than the time limit of a collective, which somebody was waiting in."""
+    with Job(tmp_path, SHUTS_DOWN, "wait", environ=LIMITS) as job:
+        pids = job.pids()
+        for number, pause_s in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0)):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(pause_s)  # more than the limit: what is tested
+        output = job.output_of_end(0)
+    assert all(f"done {rank} ." in output for rank in range(2)), output

@@ -12,6 +12,7 @@ from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses
 from tfscale.comm import mpi_files
 from tfscale.launcher.mpi_command import find_mpi
 
+pytestmark = pytest.mark.timeout(2 * START_S)
 # Open MPI names its files and variables otherwise; CI has MPICH, so nothing is skipped there.
 mpich_only = pytest.mark.skipif(
     (find_mpi() or pytest.fail("no MPI")).kind != "mpich", reason="names and variables are MPICH's"
@@ -41,48 +42,50 @@ def wait_until(is_true, timeout_s=START_S):
     return value
 
 
+def existing(paths):
+    return [path for path in paths if os.path.exists(path)]
+
+
 def in_memory(paths):
     return {path for path in paths if path.startswith("/dev/shm/")}
 
 
 @mpich_only
-@pytest.mark.timeout(2 * START_S)
 def test_what_mpi_has_made_while_it_starts_is_removed(tmp_path):
     with Job(tmp_path, WAITS, "in init") as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
+        pids = job.pids()
         assert wait_until(lambda: in_memory(mpi_files.used_by(pids))), job.output()
         files = mpi_files.used_by(job_of(pids[0]))
-        assert all(os.path.exists(path) for path in files)
+        assert existing(files) == list(files)
         os.kill(pids[1], signal.SIGKILL)
-        assert job.process.wait(START_S) == 137, job.output()
-    assert not [path for path in files if os.path.exists(path)]
+        job.output_of_end(137)
+    assert not existing(files)
 
 
 @mpich_only
-@pytest.mark.timeout(2 * START_S)
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_a_job_that_is_killed_leaves_no_file(tmp_path, victim):
     with Job(tmp_path, WAITS, "later") as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
+        pids = job.pids()
         files = mpi_files.used_by(job_of(pids[0]))
         # Ranks share memory that has no name any more, whatever ends them.
         assert in_memory(files) and not any(map(os.path.exists, in_memory(files)))
         wait_until(lambda: not any(map(os.path.exists, files)), 10)
-        assert not [path for path in files if os.path.exists(path)]
+        assert not existing(files)
         if victim == "rank":
             os.kill(pids[1], signal.SIGKILL)
         else:
             job.process.kill()
         job.process.wait(START_S)
-        assert not [path for path in files if os.path.exists(path)]
+        assert not existing(files)
 
 
 def with_shared_memory(size):
     """The prefix of a command that gives it a /dev/shm of its own."""
-    return ("unshare", "-m", "sh", "-c", MOUNT.format(size), "sh")
+    mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+    return ("unshare", "-m", "sh", "-c", mount, "sh")
 
 
-MOUNT = 'mount -t tmpfs -o size={} none /dev/shm && exec "$@"'
 needs_mount = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a mount"
 )
@@ -90,33 +93,28 @@ needs_mount = pytest.mark.skipif(
 
 @mpich_only
 @needs_mount
-@pytest.mark.timeout(START_S)
 @pytest.mark.parametrize("least_read_bytes", ["32768", "0"])  # 0: by messages
-def test_sixteen_megabytes_of_shared_memory_are_enough_for_larger_vectors(
-    tmp_path, least_read_bytes
-):
+def test_16_mb_of_shared_memory_are_enough_for_larger_vectors(tmp_path, least_read_bytes):
     prefix, environ = with_shared_memory("16m"), {"TFSCALE_HOST_MEMORY": least_read_bytes}
     with Job(tmp_path, WAITS, "64 MB", prefix=prefix, environ=environ) as job:
-        assert all(job.ready(rank) for rank in range(2)), job.output()
+        job.pids()
 
 
 @mpich_only
 @needs_mount
-@pytest.mark.timeout(START_S)
 def test_too_little_shared_memory_is_said_at_once(tmp_path):
     prefix = with_shared_memory("1500k")
     with Job(tmp_path, WAITS, "later", options=("--restarts", "3"), prefix=prefix) as job:
-        assert job.process.wait(START_S) == 1, job.output()
+        output = job.output_of_end(1)
     said = r"2 ranks on a host need 2 times 1\.1 MB in /dev/shm\. Received: [01]\.\d MB free\."
-    assert re.search(said, job.output()), job.output()  # the other rank may have taken some
-    assert "restart 1" not in job.output()
+    assert re.search(said, output), output  # the other rank may have taken some
+    assert "restart 1" not in output
 
 
 @mpich_only
-@pytest.mark.timeout(START_S)
 def test_ranks_of_a_host_listen_on_the_loopback_interface_only(tmp_path):
     with Job(tmp_path, WAITS, "later") as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
+        pids = job.pids()
         addresses = [address for pid in pids for address in listening_addresses(pid)]
     assert [address for address in addresses if address != "0100007F"] == []
 
@@ -159,12 +157,11 @@ tfscale.allreduce(np.ones(3, np.float32), op=tfscale.Sum)
 """
 
 
-@pytest.mark.timeout(2 * START_S)
 def test_children_of_a_rank_are_no_ranks(tmp_path):
     """Programs that it starts are jobs of their own; forked ones may end as they like."""
     with Job(tmp_path, CHILDREN) as job:
-        assert job.process.wait(2 * START_S) == 0, job.output()
-    assert job.output().count("child in a job of 1\n") == 2, job.output()
-    assert job.output().count("ends of children: [3, 5, 6]") == 2, job.output()
+        output = job.output_of_end(0, 2 * START_S)
+    assert output.count("child in a job of 1\n") == 2, output
+    assert output.count("ends of children: [3, 5, 6]") == 2, output
     for rank in range(2):
-        assert f"forked by rank {rank}. Start helpers as programs of their own" in job.output()
+        assert f"forked by rank {rank}. Start helpers as programs of their own" in output

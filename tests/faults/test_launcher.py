@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses, wait_for_end
 
+pytestmark = pytest.mark.timeout(START_S)
+RESTARTS = ("--restarts", "3")
 PLAIN = """
 import os, signal, sys, time
 kind, rank = sys.argv[1], int(os.environ["PMI_RANK"])
@@ -46,9 +48,14 @@ sys.exit(75)
 """
 
 
-@pytest.mark.timeout(START_S)
+def require_one_signal(job):
+    """All ranks have saved, asked by one signal."""
+    output = job.output_of_end(75)
+    assert all(f"rank {rank} had 1 signal" in output for rank in range(2)), output
+
+
 def test_exit_before_init(tmp_path):
-    with Job(tmp_path, PLAIN, "exits", options=("--restarts", "3")) as job:
+    with Job(tmp_path, PLAIN, "exits", options=RESTARTS) as job:
         _, since = job.ready(1)
         assert job.end(since) == 3
     # It would end so again, so it was not started again.
@@ -56,32 +63,26 @@ def test_exit_before_init(tmp_path):
     assert "restart 1" not in job.output()
 
 
-@pytest.mark.timeout(START_S)
 def test_ranks_save_when_the_launcher_is_asked_to_end(tmp_path):
-    with Job(tmp_path, PLAIN, "saves", options=("--restarts", "3")) as job:
-        job.ready(0), job.ready(1)
+    with Job(tmp_path, PLAIN, "saves", options=RESTARTS) as job:
+        job.pids()
         job.process.send_signal(signal.SIGTERM)
-        assert job.process.wait(START_S) == 75, job.output()
-    for rank in range(2):
-        assert f"rank {rank} had 1 signal" in job.output()
+        require_one_signal(job)
 
 
-@pytest.mark.timeout(START_S)
 def test_launcher_killed_with_ranks_that_ignore_signals(tmp_path):
     with Job(tmp_path, PLAIN, "ignores SIGTERM") as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
-        since = time.time()
+        pids, since = job.pids(), time.time()
         job.process.kill()
         wait_for_end(pids, since)
 
 
-@pytest.mark.timeout(START_S)
 @pytest.mark.parametrize("pause_s", [0.3, 1.0, 2.5])
 def test_a_stop_while_ranks_start(tmp_path, pause_s):
     """Python of `tfscale run`, mpiexec, or TensorFlow of the ranks is being loaded."""
     # The ranks sleep until the stop ends them: one that ignored it would be noticed.
     script = "import tensorflow, tfscale; tfscale.init(); import time; time.sleep(100)"
-    with Job(tmp_path, script, options=("--restarts", "3")) as job:
+    with Job(tmp_path, script, options=RESTARTS) as job:
         time.sleep(pause_s)
         pids = [int(p) for p in os.listdir("/proc") if p.isdigit() and is_of(p, tmp_path)]
         since = time.time()
@@ -109,7 +110,6 @@ for stream in (sys.stdout, sys.stderr):
 """
 
 
-@pytest.mark.timeout(START_S)
 def test_a_flood_of_output(tmp_path):
     """All of 160 MB, a quarter of them in lines of 20 MB, in a launcher that stays small."""
     with Job(tmp_path, FLOOD) as job:
@@ -128,37 +128,30 @@ def test_a_flood_of_output(tmp_path):
 
 # A namespace of process ids needs root, which CI has.
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root")
-@pytest.mark.timeout(START_S)
 def test_the_launcher_is_process_1_of_a_container(tmp_path):
     """It gets orphans, has no default handlers of signals, and its end is that of all."""
     prefix = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     orphan = "import subprocess; subprocess.Popen(['sh', '-c', '(sleep 0.1 &)'])\n"
-    with Job(
-        tmp_path, orphan + PLAIN, "fails once", options=("--restarts", "1"), prefix=prefix
-    ) as job:
-        assert job.process.wait(START_S) == 0, job.output()
-        assert "tfscale: restart 1 of 1, with 2 ranks." in job.output()
+    with Job(tmp_path, orphan + PLAIN, "fails once", options=RESTARTS, prefix=prefix) as job:
+        assert "tfscale: restart 1 of 3, with 2 ranks." in job.output_of_end(0)
     with Job(tmp_path, PLAIN, "saves", prefix=prefix) as job:
-        job.ready(0), job.ready(1)
+        job.pids()
         inside = int(Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text())
         os.kill(inside, signal.SIGTERM)
-        assert job.process.wait(START_S) == 75, job.output()
+        job.output_of_end(75)
 
 
 @pytest.mark.quick
-@pytest.mark.timeout(START_S)
 def test_a_job_is_started_again(tmp_path):
-    with Job(tmp_path, PLAIN, "fails once", options=("--restarts", "3")) as job:
-        assert job.process.wait(START_S) == 0, job.output()
-    for rank in range(2):
-        assert f"rank {rank} after 1" in job.output()
-    assert "tfscale: restart 1 of 3, with 2 ranks." in job.output()
+    with Job(tmp_path, PLAIN, "fails once", options=RESTARTS) as job:
+        output = job.output_of_end(0)
+    assert all(f"rank {rank} after 1" in output for rank in range(2)), output
+    assert "tfscale: restart 1 of 3, with 2 ranks." in output
 
 
-@pytest.mark.timeout(START_S)
 def test_a_rank_whose_neighbour_is_killed_is_named(tmp_path):
     with Job(tmp_path, PLAIN, "saves") as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
+        pids = job.pids()
         with open(f"/proc/{pids[1]}/stat") as file:
             beside = int(file.read().rpartition(")")[2].split()[1])
         since = time.time()
@@ -169,12 +162,10 @@ def test_a_rank_whose_neighbour_is_killed_is_named(tmp_path):
     assert line.startswith(f"tfscale: rank 1 on host {os.uname().nodename} was killed with the")
 
 
-@pytest.mark.timeout(START_S)
 def test_words_that_mpiexec_would_take(tmp_path):
     words = ("--map", ":", "a:b", "", "two words", "-n", "ü")
     with Job(tmp_path, "import sys; print(sys.argv[1:])", *words) as job:
-        assert job.process.wait(START_S) == 0, job.output()
-    assert job.output().count(str(list(words))) == 2
+        assert job.output_of_end(0).count(str(list(words))) == 2
 
 
 LOOKS = """
@@ -185,10 +176,9 @@ time.sleep(100)
 """
 
 
-@pytest.mark.timeout(START_S)
 def test_no_process_shows_secrets_or_inherits_listening_sockets(tmp_path):
     with Job(tmp_path, LOOKS, options=("--env", "KEY=se=cret: 7")) as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
+        pids = job.pids()
         processes = job_of(pids[0])
         assert set(pids) < set(processes)  # and mpiexec, its proxy and those beside ranks
         for pid in processes:
@@ -223,7 +213,6 @@ sys.exit(max(rank.wait() for rank in ranks))
 """
 
 
-@pytest.mark.timeout(START_S)
 @pytest.mark.parametrize("sent", ["SIGTERM", "SIGINT", "by Slurm"])
 def test_ranks_save_under_slurm(tmp_path, sent):
     srun = tmp_path / "srun"
@@ -231,12 +220,10 @@ def test_ranks_save_under_slurm(tmp_path, sent):
     srun.chmod(0o755)
     environ = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
     with Job(tmp_path, PLAIN, "saves", options=("--slurm",), environ=environ) as job:
-        pids = [job.ready(rank)[0] for rank in range(2)]
+        pids = job.pids()
         os.kill(pids[0], signal.SIGUSR1)  # Slurm may signal all processes
         if sent == "by Slurm":
             os.kill(int(job.output().split("srun ")[-1].split()[0]), signal.SIGUSR2)
         else:
             job.process.send_signal(signal.Signals[sent])
-        assert job.process.wait(START_S) == 75, job.output()
-    for rank in range(2):
-        assert f"rank {rank} had 1 signal" in job.output()
+        require_one_signal(job)

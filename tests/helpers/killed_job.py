@@ -10,6 +10,30 @@ from tfscale.launcher.mpi_command import find_processes
 DEADLINE_S = 10  # from the death to the end of the job
 START_S = 120  # TensorFlow on a loaded machine
 
+# How the text of a script begins that trains a model until something ends it.
+TRAINING = """
+import os, signal, sys, time
+import keras, numpy as np
+import tfscale, tfscale.keras as hvd
+hvd.init()
+rank = hvd.rank()
+
+def ready():
+    print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
+
+def data():
+    x, y = np.ones((512, 4)), np.ones((512, 1))
+    return tfscale.data.GlobalBatches(x, y, batch_size=8)
+
+def fit(*callbacks, exchange="allreduce", **options):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), exchange=exchange)
+    model.compile(optimizer, loss="mse")
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
+    model.fit(data(), verbose=0, callbacks=callbacks, **options)
+    return model
+"""
+
 
 class Job:
     def __init__(self, folder, text, *words, size=2, options=(), prefix=(), environ=None):
@@ -41,6 +65,15 @@ class Job:
                 return int(pid), float(at)
             time.sleep(0.05)
         raise AssertionError(self.output())
+
+    def pids(self, size=2):
+        """Wait for the lines of all ranks; return their process ids."""
+        return [self.ready(rank)[0] for rank in range(size)]
+
+    def output_of_end(self, code, timeout_s=START_S):
+        """Wait until the job ends with an exit code; return what it printed."""
+        assert self.process.wait(timeout_s) == code, self.output()
+        return self.output()
 
     def end(self, since):
         """Wait until the job ends, `DEADLINE_S` after `since` at most; return its exit code."""

@@ -1,116 +1,48 @@
-"""What Horovod's tests assure its users of, and the cases that assure ours of the same.
+"""Intents of Horovod's tests, and the cases that assure our users of the same.
 
 The cases are those of tests/parallel, where they run on the engine with 1 to 4 ranks; here they run
-on the Horovod backend.
+on the Horovod backend. A module without a name of a case stands for all that it has.
 """
 
-INTENTS = {
+from tests.helpers.spawn import cases_of
+
+_INTENTS = {
     # Horovod's Keras tests
     "learning rates through a long fit": [
         "optimizer:case_unbuilt_optimizer_and_scheduled_learning_rate",
         "optimizer:case_learning_rate_changes_between_traced_steps",
     ],
-    "sparse gradients made dense": ["horovod:case_sparse_as_dense"],
-    "sparse gradients with aggregation": ["horovod:case_sparse_gradients_with_aggregation"],
-    "infinity in aggregation": ["optimizer_cycles:case_infinity_of_one_cycle_is_gone_in_the_next"],
-    "aggregation with exact values": ["optimizer_cycles:case_aggregation_is_exact"],
-    "aggregation with local variables": [
-        "optimizer_cycles:case_local_variables",
-        "optimizer_cycles:case_all_variables_local",
-    ],
-    "partial optimizer": ["optimizer_cycles:case_partial_optimizer"],
+    "aggregation, local variables and partial optimizers": ["optimizer_cycles"],
     "broadcast callback": [
         "callbacks:case_last_rank_is_root",
         "callbacks:case_local_variables_stay_local",
     ],
-    "load_model": [
-        "horovod:case_load_model_and_go_on",
-        "horovod:case_loaded_optimizer_weights_are_broadcast",
-    ],
-    "process-set optimizer": [
-        "horovod:case_process_set_in_fit",
-        "optimizer_cycles:case_process_set_of_even_ranks",
-    ],
-    "fit leaves the ranks equal": [
-        "horovod:case_fit_leaves_the_ranks_equal",
-        "horovod:case_fit_leaves_ranks_equal_that_begin_differently",
-    ],
+    "loaded models, sparse gradients, process sets, equal ranks after fit": ["horovod"],
     "metrics": [
         "callbacks:case_metrics_equal_one_process",
-        "callback_errors:case_a_metric_key_of_one_rank_is_an_error_on_all",
+        "callbacks:case_a_metric_key_of_one_rank_is_an_error_on_all",
     ],
     # Horovod's tests of its ops
-    "allreduce": [
-        "collectives_reduce:case_sum_of_every_dtype_and_length",
-        "collectives_reduce:case_average_of_every_dtype",
-        "collectives_reduce:case_average_of_float64_keeps_all_digits",
-        "collectives_reduce:case_min_max_product_of_every_dtype",
-        "collectives_reduce:case_nan_and_infinity_reach_all_ranks",
-        "collectives_reduce:case_factors_before_and_after",
-        "collectives_reduce:case_gradient_of_a_reduction",
-    ],
+    "allreduce, errors that name both ranks": ["collectives_reduce"],
+    "allgather, broadcast, alltoall and reducescatter": ["collectives_rows"],
     "sparse allreduce": [
         "collectives_sparse:case_sparse",
         "collectives_sparse:case_sparse_without_rows_on_one_rank",
     ],
-    "errors name both ranks": [
-        "collectives_reduce:case_different_shapes_name_both_ranks",
-        "collectives_reduce:case_different_dtypes_ops_and_collectives_name_both_ranks",
-    ],
-    "grouped allreduce": [
-        "collectives_reduce:case_grouped_of_mixed_dtypes",
-        "collectives_reduce:case_gradient_of_a_group",
-    ],
-    "allgather": [
-        "collectives_rows:case_allgather_of_different_lengths",
-        "collectives_rows:case_allgather_of_nothing",
-        "collectives_rows:case_allgather_of_scalars",
-        "collectives_rows:case_grouped_allgather",
-        "collectives_rows:case_gradient_of_allgather",
-        "collectives_rows:case_allgather_of_different_widths_is_refused",
-    ],
-    "broadcast": [
-        "collectives_rows:case_broadcast_from_every_rank",
-        "collectives_rows:case_broadcast_from_different_roots_is_refused",
-        "collectives_rows:case_gradient_of_broadcast",
-    ],
-    "alltoall": [
-        "collectives_scatter:case_alltoall_of_equal_parts",
-        "collectives_scatter:case_alltoall_of_different_parts",
-        "collectives_scatter:case_alltoall_of_nothing",
-        "collectives_scatter:case_alltoall_to_the_next_rank_only",
-        "collectives_scatter:case_alltoall_that_does_not_add_up",
-        "collectives_scatter:case_gradient_of_alltoall",
-    ],
-    "reducescatter": [
-        "collectives_scatter:case_reducescatter_of_any_number_of_rows",
-        "collectives_scatter:case_grouped_reducescatter",
-        "collectives_scatter:case_gradient_of_reducescatter",
-    ],
+    "compression": ["collectives_sparse:case_compression", "optimizer:case_compressed_gradients"],
     "process sets": [
         "collectives_sets:case_process_sets_work_side_by_side",
         "collectives_sets:case_world_and_set_in_one_function",
     ],
-    "join": [
-        "collectives_sets:case_join_with_different_numbers_of_steps",
-        "collectives_sets:case_join_tells_who_came_last",
-    ],
-    "synchronised batch normalisation": [
-        "equality:case_sync_batch_normalization",
-        "sync_batch_norm:case_uneven_batches_and_masks",
-    ],
-    "compression": ["collectives_sparse:case_compression", "optimizer:case_compressed_gradients"],
+    "join": ["collectives_sets:case_join_with_different_numbers_of_steps"],
     "objects and variables": [
         "collectives_sets:case_objects_of_any_size",
         "collectives_sets:case_variables_take_the_values_of_the_root",
     ],
+    "synchronised batch normalisation": ["sync_batch_norm:case_uneven_batches_and_masks"],
     # Ours: the same numbers, and the same ends
     "equal to one process": [
-        "equality:case_every_optimizer",
-        "equality:case_every_model",
-        "equality:case_layerwise_rates",
-        "equality:case_bucket_sizes_and_clipping",
-        "equality:case_plain_batch_normalization_is_ghost_batches",
+        "equality",
         "chunked:case_chunks_equal_one_process",
         "chunked:case_replicated_dense_equals_one_process",
     ],
@@ -122,8 +54,8 @@ INTENTS = {
         "sharded:case_every_model",
         "sharded_options:case_process_set",
         "sharded_saving:case_save_points_of_rank_0_alone",
+        "sharded_dense:case_uneven_local_batches",
     ],
-    "sharded dense layers equal to one process": ["sharded_dense:case_uneven_local_batches"],
     "local SGD equal to single processes": [
         "local_sgd:case_every_step_with_sgd_is_synchronous",
         "local_sgd:case_callbacks_see_the_average_and_groups_go_on",
@@ -133,10 +65,22 @@ INTENTS = {
         "adaptive:case_growing_batches_equal_one_process_in_other_exchanges",
     ],
     "several optimizers": ["late_ranks:case_two_optimizers_and_delays"],
-    "a rank that stops stops all": [
+    "a rank that stops stops all, also of unequal data": [
         "fit:case_one_rank_stops_within_an_epoch_or_at_its_end",
         "fit:case_one_rank_stops_while_running_eagerly",
         "fit:case_terminate_on_nan",
+        "fit:case_data_of_unknown_length_runs_out",
     ],
-    "no hang on unequal data": ["fit:case_data_of_unknown_length_runs_out"],
+}
+
+
+def _expand(word: str) -> list[str]:
+    """Return a case, or all of a module, without the package."""
+    if ":" in word:
+        return [word]
+    return [name.rpartition(".cases_")[2] for name in cases_of(f"tests.parallel.cases_{word}")]
+
+
+INTENTS = {
+    intent: [c for word in words for c in _expand(word)] for intent, words in _INTENTS.items()
 }

@@ -1,5 +1,9 @@
-"""Horovod's own launcher, over MPI and over Gloo: a recipe, and a script made for Horovod."""
+"""Horovod's own launcher, over MPI and Gloo: a recipe, a script made for Horovod, collectives.
 
+Ranks run this file, too: the cases of tests/parallel/cases_collectives_*.py, without MPI.
+"""
+
+import importlib
 import importlib.metadata
 import json
 import os
@@ -12,6 +16,9 @@ import pytest
 
 import tfscale
 from tests.helpers.environment import QUIET
+from tests.helpers.worker import forget_process_sets
+from tests.parallel.test_parallel import find_cases
+from tfscale.comm import runtime
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(__file__).parent / "keras_mnist.py"
@@ -34,14 +41,17 @@ def find_horovodrun() -> Path | None:
 HOROVODRUN = find_horovodrun()
 pytestmark = [
     pytest.mark.skipif(HOROVODRUN is None, reason="Horovod is not installed: make horovod"),
-    pytest.mark.parametrize("launch", LAUNCHES),
+    pytest.mark.timeout(300),
 ]
+both_launches = pytest.mark.parametrize("launch", LAUNCHES)
 
 
-def start(launch, command, variables):
-    found_here = str(Path(tfscale.__file__).parents[1])  # The sources, or where it is installed.
+def start(launch, *command, size=2, **variables):
+    # The sources, or where it is installed; and the tests.
+    found_here = os.pathsep.join([str(Path(tfscale.__file__).parents[1]), str(ROOT)])
+    words = [*LAUNCHES[launch][0], "-np", size, sys.executable, *command]
     return subprocess.run(
-        [str(HOROVODRUN), *LAUNCHES[launch][0], "-np", "2", sys.executable, *map(str, command)],
+        [str(HOROVODRUN), *map(str, words)],
         capture_output=True,
         text=True,
         timeout=280,
@@ -49,12 +59,13 @@ def start(launch, command, variables):
     )
 
 
-def horovodrun(launch, *command):
-    done = start(launch, command, {})
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+def horovodrun(launch, *command, **options):
+    done = start(launch, *command, **options)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
     return done.stdout
 
 
+@both_launches
 @pytest.mark.skipif(
     not FASHION_MNIST.is_dir(), reason="Debian's package dataset-fashion-mnist is missing"
 )
@@ -68,6 +79,7 @@ def test_resnet_trains(launch, tmp_path, options):
     assert lines[-1]["val_accuracy"] > 0.3  # Guessing gives 0.1.
 
 
+@both_launches
 def test_a_script_made_for_horovod_runs(launch, tmp_path):
     text = EXAMPLE.read_text()
     assert text.count("horovod.") == 1
@@ -109,10 +121,36 @@ time.sleep(600)
 """
 
 
+@both_launches
 def test_a_failing_rank_ends_the_job(launch, tmp_path):
     """Also where ranks wait for it in one of Horovod's ops."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
-    done = start(launch, [script], {"TFSCALE_BACKEND": "horovod"})
+    done = start(launch, script, TFSCALE_BACKEND="horovod")
     assert done.returncode != 0
     assert "rank one fails here" in done.stdout + done.stderr
+
+
+def test_collectives_where_there_is_no_mpi():
+    output = horovodrun("gloo", "-m", __name__, size=3)
+    assert output.count("backend horovod .") == 3
+    assert all(f"rank {rank} has run" in output for rank in range(3))
+
+
+def main() -> None:
+    """Run the collectives that Horovod can pass; print their number."""
+    tfscale.init()
+    print(f"backend {runtime.backend().name} .", flush=True)
+    cases = [c for c, size, _ in find_cases() if "collectives_" in c and size == tfscale.size()]
+    for case in cases:
+        module, _, name = case.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        if not hasattr(function, "engine_only"):
+            function()
+            tfscale.barrier()
+            forget_process_sets()
+    print(f"rank {tfscale.rank()} has run {len(cases)} cases .", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,13 @@
 """Growing batches: the noise scale as a signal, ranks that join later, other exchanges."""
 
+import functools
+
 import keras
 import numpy as np
 
 import tfscale
 from tests.helpers.ranks import float64, require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
-from tests.parallel import cases_adaptive
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
@@ -52,6 +53,7 @@ def fit(build, start, maximum, epochs, exchange="allreduce", rate=0.0625, **opti
     return model, history
 
 
+@functools.cache
 def by_hand(build, batch_sizes, rate=0.0625):
     """Train one plain model, its rate growing with the batch; return it and losses of epochs."""
     keras.utils.set_random_seed(4)
@@ -79,35 +81,28 @@ def gradient_square(model, x, y):
 
 @sizes(2, 3, 4)
 def case_noise_scale_is_that_of_the_norms():
-    """At a rate of 0 all steps see the same parameters, so the estimate is known exactly."""
-    size = tfscale.size()
-    for exchange in ("allreduce", tfscale.Chunked(first_chunk_layers=1)):
-        options = {"signal": "noise_scale", "interval": 9, "exchange": exchange}
+    """At a rate of 0 all steps see the same parameters, so the estimate is known exactly.
+
+    A batch of 4 feeds two ranks; what the others repeat has weight 0.
+    """
+    (x, y), size = arrays(), tfscale.size()
+    for batch, n_active, options in (
+        (24, size, {}),
+        (24, size, {"exchange": tfscale.Chunked(first_chunk_layers=1)}),
+        (4, 2, {"active_ranks": "grow"}),
+    ):
+        options = {"signal": "noise_scale", "interval": 9, "rate": 0.0, **options}
         with float64():
-            model, history = fit(linear_model, 24, 48, 1, rate=0.0, **options)
-        x, y = arrays()
-        batches = epoch_order(7, 0, SAMPLES).reshape(-1, 24)
-        slices = batches.reshape(-1, 24 // size)
-        large = np.mean([gradient_square(model, x[r], y[r]) for r in batches])
-        small = np.mean([gradient_square(model, x[r], y[r]) for r in slices])
-        expected = noise_scale(small, 24 // size, large, 24)
+            model, history = fit(linear_model, batch, 2 * batch, 1, **options)
+        order = epoch_order(7, 0, SAMPLES)
+        small, large = (
+            np.mean([gradient_square(model, x[rows], y[rows]) for rows in order.reshape(-1, n)])
+            for n in (batch // n_active, batch)
+        )
+        expected = noise_scale(small, batch // n_active, large, batch)
         np.testing.assert_allclose(history["noise_scale"], [expected], rtol=1e-9)
         every = tfscale.allgather_object(history["noise_scale"])
         assert all(other == every[0] for other in every)
-
-
-@sizes(3, 4)
-def case_noise_scale_of_the_active_ranks():
-    """A batch of 4 feeds two ranks; what the others repeat has weight 0."""
-    with float64():
-        model, history = fit(
-            linear_model, 4, 8, 1, rate=0.0, signal="noise_scale", interval=9, active_ranks="grow"
-        )
-    x, y = arrays()
-    batches = epoch_order(7, 0, SAMPLES).reshape(-1, 4)
-    large = np.mean([gradient_square(model, x[r], y[r]) for r in batches])
-    small = np.mean([gradient_square(model, x[r], y[r]) for r in batches.reshape(-1, 2)])
-    np.testing.assert_allclose(history["noise_scale"], [noise_scale(small, 2, large, 4)], rtol=1e-9)
 
 
 @sizes(2)
@@ -126,17 +121,15 @@ def case_noise_scale_drives_growth():
 def case_noise_scale_needs_whole_gradients_of_all_ranks():
     every = [tfscale.add_process_set([rank]) for rank in range(2)]
     own = every[tfscale.rank()]
+    train = functools.partial(fit, linear_model, 12, 48, 1, signal="noise_scale")
     for wrapped, received in (
         ({"exchange": "sharded"}, "exchange="),
         ({"exchange": tfscale.LocalSGD(2, 3)}, "exchange=LocalSGD"),
         ({"backward_passes_per_step": 2}, "backward_passes_per_step above 1"),
         ({"process_set": own}, "1 of 2 ranks"),
     ):
-
-        def train(wrapped=wrapped):
-            fit(linear_model, 12, 48, 1, signal="noise_scale", wrapped=wrapped)
-
-        require_error(train, "the sum of all ranks' whole gradients in every step", received)
+        text = "the sum of all ranks' whole gradients in every step"
+        require_error(functools.partial(train, wrapped=wrapped), text, received)
     for process_set in every:
         tfscale.remove_process_set(process_set)
 
@@ -164,33 +157,22 @@ def case_resting_ranks_and_batch_normalization():
 
     While one rank trains, its batch is the whole batch, so all is that of one process.
     """
+    options = {"rate": 0.01, "active_ranks": "grow"}
     with float64():
-        model, _ = fit(norm_model, 2, 3, 1, rate=0.01, active_ranks="grow", interval=9)
+        model, _ = fit(norm_model, 2, 3, 1, interval=9, **options)
         alone, _ = by_hand(norm_model, (2,), rate=0.01)
-    require_close(model.get_weights(), alone.get_weights())
-    with float64():
-        model, history = fit(norm_model, 2, 24, 5, rate=0.01, active_ranks="grow")
+        require_close(model.get_weights(), alone.get_weights())
+        model, history = fit(norm_model, 2, 24, 5, **options)
     assert history["batch_size"] == [2, 4, 8, 16, 24]
     assert all(np.isfinite(w).all() for w in model.get_weights())
     require_equal_ranks(model.variables)
 
 
-@sizes(2, timeout_s=120)
-def case_layerwise_rates_compose():
-    """LARS scales the rate of each layer; batch and rate grow around it as around any other."""
-
-    def lars():
-        return tfscale.optimizers.LARS(0.01, momentum=0.9)
-
-    cases_adaptive.check_equality(lars, "allreduce")
-
-
 @sizes(2, 4)
 def case_exchanges_that_do_not_average_all_ranks_are_refused():
     groups = tfscale.LocalSGD(groups=tfscale.size(), interval=2)
-    grown = {"epochs": 1, "active_ranks": "grow"}
-    text = ("average in every step", "LocalSGD")
-    require_error(lambda: fit(linear_model, 2, 8, exchange=groups, **grown), *text)
+    grown = functools.partial(fit, linear_model, 2, 8, 1, groups, active_ranks="grow")
+    require_error(grown, "average in every step", "LocalSGD")
     model = linear_model()
     model.compile("sgd", "mse")
     data = tfscale.data.GlobalBatches(*arrays(), batch_size=24)

@@ -65,13 +65,19 @@ def fit(model: keras.Model, exchange, batch: int = BATCH, steps: int = STEPS) ->
         model.fit(data, verbose=0, callbacks=[start])
 
 
+def pair(rule) -> tuple[keras.Model, keras.Model]:
+    """Return a new model, and an equal one that one process has trained."""
+    keras.utils.set_random_seed(5)
+    model, alone = build(), build()
+    alone.set_weights(model.get_weights())
+    alone.compile(rule, loss="mse")
+    alone.fit(*samples(STEPS * BATCH), batch_size=BATCH, shuffle=False, verbose=0)
+    return model, alone
+
+
 def trained(exchange) -> keras.Model:
     with float64():
-        keras.utils.set_random_seed(5)
-        model, alone = build(), build()
-        alone.set_weights(model.get_weights())
-        alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss="mse")
-        alone.fit(*samples(STEPS * BATCH), batch_size=BATCH, shuffle=False, verbose=0)
+        model, alone = pair(keras.optimizers.SGD(0.05, momentum=0.9))
         fit(model, exchange)
     require_equal_ranks(model.trainable_variables)
     require_close(model.get_weights(), alone.get_weights())
@@ -130,12 +136,9 @@ def case_a_plan_that_is_slower_is_given_up():
 @engine_only("its messages are measured")
 def case_another_batch_size_is_planned_again():
     model = build()
-    fit(model, Auto(machine=SLOW))
-    assert f"{BATCH} samples per step" in agreed(model).explain()
-    fit(model, None, batch=BATCH + 2, steps=STEPS)
-    assert f"{BATCH} samples per step" in agreed(model).explain()
-    fit(model, None, batch=4 * BATCH, steps=STEPS)
-    assert f"{4 * BATCH} samples per step" in agreed(model).explain()
+    for batch, planned in ((BATCH, BATCH), (BATCH + 2, BATCH), (4 * BATCH, 4 * BATCH)):
+        fit(model, Auto(machine=SLOW), batch)
+        assert f"{planned} samples per step" in agreed(model).explain()
     require_equal_ranks(model.trainable_variables)
 
 
@@ -145,50 +148,36 @@ def case_ranks_that_plan_otherwise_are_an_error():
     """Every rank has links of its own, the last one so fast that it plans nothing."""
     is_last = tfscale.rank() == tfscale.size() - 1
     machine = dataclasses.replace(SLOW, bytes_per_s=1e12 if is_last else 1e6)
-    text = "All ranks must train with the same exchange. Received: exchange=Auto(machine=Machine("
-    require_error(lambda: fit(build(), Auto(machine=machine), steps=14), text)
+    train = lambda: fit(build(), Auto(machine=machine), steps=14)  # noqa: E731
+    require_error(train, "All ranks must train with the same exchange. Received: exchange=Auto(")
     # Without that comparison, as in a loop of one's own, the plans are compared.
     with mock.patch("tfscale.fit.agreement._exchange", return_value={}):
-        require_error(
-            lambda: fit(build(), Auto(machine=machine), steps=14), "All ranks must plan alike"
-        )
+        require_error(train, "All ranks must plan alike")
 
 
 @sizes(2, timeout_s=120)
-def case_steps_that_are_not_alike_are_not_planned():
-    """Accumulated gradients, and several steps in one call: plain allreduce."""
-    for passes, n_steps in ((2, 1), (1, 3)):
-        model = build()
-        inner = keras.optimizers.SGD(0.05)
+def case_steps_that_cannot_be_measured_are_not_planned():
+    """Accumulated gradients, several steps in one call, nothing that is traced: plain allreduce."""
+    for passes, options in (
+        (2, {}),
+        (1, {"steps_per_execution": 3}),
+        (1, {"run_eagerly": True}),
+    ):
+        model, exchange = build(), Auto(machine=SLOW)
         sgd = hvd.DistributedOptimizer(
-            inner, exchange=Auto(machine=SLOW), backward_passes_per_step=passes
+            keras.optimizers.SGD(0.05), exchange=exchange, backward_passes_per_step=passes
         )
-        model.compile(sgd, loss="mse", steps_per_execution=n_steps)
-        fit(model, None, steps=6)
-        assert isinstance(model.optimizer.strategy, Auto)
+        model.compile(sgd, loss="mse", **options)
+        fit(model, None, steps=14)
+        assert isinstance(model.optimizer.strategy, Auto), model.optimizer.strategy
         require_equal_ranks(model.trainable_variables)
-
-
-@sizes(2, timeout_s=120)
-def case_eager_steps_go_back_to_buckets():
-    """Nothing is traced that could be measured: allreduce in buckets again, not layer by layer."""
-    model = build()
-    sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), exchange="auto")
-    model.compile(sgd, loss="mse", run_eagerly=True)
-    fit(model, None, steps=14)
-    assert isinstance(model.optimizer.strategy, Auto), model.optimizer.strategy
-    require_equal_ranks(model.trainable_variables)
 
 
 @sizes(2, timeout_s=240)
 @engine_only("its messages are measured")
 def case_a_loop_of_ones_own_calls_after_step():
     with float64(), few_steps(), slower(1e9):
-        keras.utils.set_random_seed(5)
-        model, alone = build(), build()
-        alone.set_weights(model.get_weights())
-        alone.compile(keras.optimizers.Adam(0.01), loss="mse")
-        alone.fit(*samples(STEPS * BATCH), batch_size=BATCH, shuffle=False, verbose=0)
+        model, alone = pair(keras.optimizers.Adam(0.01))
         exchange = Auto(machine=SLOW, global_batch=BATCH)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
         model.compile(optimizer, loss="mse")

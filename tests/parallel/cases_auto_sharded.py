@@ -1,5 +1,7 @@
 """Plans that shard parameters in training, wholly or in part, and back: equal to one process."""
 
+import functools
+
 import keras
 import numpy as np
 
@@ -91,6 +93,7 @@ def train(model: keras.Model, make_rule, script, steps=slice(0, STEPS), **option
     model.fit(data, verbose=0, callbacks=[*options.pop("callbacks", ()), Callback()], **options)
 
 
+@functools.cache
 def alone(make_rule) -> keras.Model:
     model = build()
     model.compile(make_rule(), loss="mse")
@@ -154,8 +157,8 @@ def case_saved_by_a_callback_after_the_change_and_resumed():
         model = build()
         train(model, RULES["adam"], {2: mixed(model)}, slice(0, 6), callbacks=save)
         tfscale.barrier()
-        for script in ({}, {2: mixed(model), 4: strategy_of(table_of(model), plan_of(
-            model, ("allreduce",) * len(MIXED)), "plain")}):  # fmt: skip
+        plain = strategy_of(table_of(model), plan_of(model, ("allreduce",) * len(MIXED)), "plain")
+        for script in ({}, {2: mixed(model), 4: plain}):
             again = tfscale.load_model(path, exchange=tfscale.Auto(global_batch=BATCH))
             tfscale.prepare(again)
             train(again, None, script, slice(6, STEPS))

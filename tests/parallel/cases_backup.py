@@ -37,34 +37,39 @@ def network():
     )
 
 
-def train(callbacks, seed, exchange="allreduce", **options):
+def train(callbacks, seed, exchange="allreduce", earlier_epochs=0, order=4, **options):
+    """Train for four epochs, in a first `fit` for some others."""
     keras.utils.set_random_seed(seed)
-    model = network()
-    optimizer = tfscale.DistributedOptimizer(
-        keras.optimizers.Adam(0.01), exchange=exchange, **options
-    )
+    model, adam = network(), keras.optimizers.Adam(0.01)
+    optimizer = tfscale.DistributedOptimizer(adam, exchange=exchange, **options)
     model.compile(optimizer=optimizer, loss="mse")
     random = np.random.default_rng(1)
     x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
-    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=4)
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=order)
     start = BroadcastGlobalVariablesCallback(0)
+    if earlier_epochs:
+        model.fit(data, epochs=earlier_epochs, verbose=0, callbacks=[start])
     with contextlib.suppress(Interruption):
         model.fit(data, epochs=4, verbose=0, callbacks=[*callbacks, start])
     return [*(v.numpy() for v in model.variables), *optimizer.full_state()]
 
 
-def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
-    """Compare bit by bit, dropout included; other seeds, so all comes from rank 0."""
+def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, earlier=0, **options):
+    """Compare bit by bit, dropout included; other seeds and orders, so all comes from rank 0.
 
-    def run(seed, *callbacks):
-        return train([*callbacks, *more()], seed + runtime.rank(), exchange(), **options)
+    A program that is started again leaves out its first `fit`, which is over.
+    """
+
+    def run(seed, *callbacks, **place):
+        callbacks = [*callbacks, *more()]
+        return train(callbacks, seed + runtime.rank(), exchange(), **place, **options)
 
     folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
     own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
     with float64():
-        expected = run(1)
-        run(1, BackupAndRestore(own_folder), InterruptAt(2))
-        restored = run(50, BackupAndRestore(own_folder))
+        expected = run(1, earlier_epochs=earlier)
+        run(1, BackupAndRestore(own_folder), InterruptAt(2), earlier_epochs=earlier)
+        restored = run(50, BackupAndRestore(own_folder), order=9)
     require_identical(restored, expected)
 
 
@@ -72,42 +77,7 @@ def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, **options):
 def case_a_run_goes_on_after_an_interruption():
     interrupt_and_go_on()
     interrupt_and_go_on(tfscale.Sharded)
-
-
-def train_twice(backup, *others, seed=4, is_first_run=True):
-    """Return weights, and the numbers of the second fit's epochs.
-
-    A program that is started again leaves out its first fit, which is over.
-    """
-    keras.utils.set_random_seed(6)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    random = np.random.default_rng(1)
-    x, y = random.normal(size=(5 * BATCH, 4)), random.normal(size=(5 * BATCH, 1))
-    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=seed)
-    start, numbers = BroadcastGlobalVariablesCallback(0), []
-    if is_first_run:
-        model.fit(data, epochs=2, verbose=0, callbacks=[start])
-    note = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: numbers.append(data.epoch)
-    )
-    with contextlib.suppress(Interruption):
-        callbacks = [*([BackupAndRestore(backup)] if backup else []), *others, start, note]
-        model.fit(data, epochs=4, verbose=0, callbacks=callbacks)
-    return [v.numpy() for v in model.variables], numbers[::5]
-
-
-@sizes(1, 2, 3, timeout_s=120)
-def case_a_later_fit_goes_on_with_its_order():
-    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
-    with float64():
-        expected, numbers = train_twice(None)
-        train_twice(own_folder, InterruptAt(2))
-        restored, rest = train_twice(own_folder, seed=9, is_first_run=False)
-    assert numbers == [2, 3, 4, 5]
-    assert rest == numbers[2:]
-    require_identical(restored, expected)
+    interrupt_and_go_on(earlier=2)
 
 
 @sizes(2, 3, timeout_s=120)
@@ -123,13 +93,6 @@ def case_one_rank_stops_where_a_backup_is_due():
         again = StopAt(99)
         train([BackupAndRestore(folder), again], 1)
         assert again.epochs == ([2, 3] if step is None else [0, 1, 2, 3])
-
-
-@sizes(2)
-def case_keras_own_backup_is_refused():
-    theirs = keras.callbacks.BackupAndRestore(tempfile.mkdtemp())
-    text = "tfscale.callbacks.BackupAndRestore"
-    require_error(lambda: train([theirs], seed=1), "ConfigError", text)
 
 
 class Count(keras.callbacks.Callback):
@@ -162,10 +125,14 @@ def case_a_state_inside_of_rank_zero():
 
 
 @sizes(2, timeout_s=60)
-def case_a_state_that_comes_too_late_on_one_rank():
-    """All ranks say so; the others would wait for it."""
+def case_what_is_refused():
+    """Keras's own backup, and a state that comes too late on one rank: others would wait for it."""
     early = [Count()] if runtime.rank() == 1 else []
     with shared_folder() as folder:
-        for name, restore in (("BackupAndRestore", BackupAndRestore), ("Checkpoint", Checkpoint)):
-            callbacks = [*early, restore(folder / name)]
-            require_error(lambda c=callbacks: train(c, 1), "ConfigError", "Received: Count", name)
+        theirs = keras.callbacks.BackupAndRestore(folder / "keras")
+        for callbacks, *texts in (
+            ([theirs], "tfscale.callbacks.BackupAndRestore"),
+            ([*early, BackupAndRestore(folder)], "Received: Count", "BackupAndRestore"),
+            ([*early, Checkpoint(folder)], "Received: Count", "Checkpoint"),
+        ):
+            require_error(lambda c=callbacks: train(c, 1), "ConfigError", *texts)

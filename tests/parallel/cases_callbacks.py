@@ -7,18 +7,50 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_identical, shared_folder
+from tests.helpers.models import Deferred, functional
+from tests.helpers.ranks import (
+    StopAt,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
-from tests.parallel.callback_models import Deferred, compiled, data, fit, functional, own
-from tfscale import Chunked, DistributedOptimizer, Sharded
+from tfscale import DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
+    ConsistencyCheck,
     MetricAverageCallback,
     RankZero,
     Synchronize,
 )
 from tfscale.checkpoints import variables as model_state
 from tfscale.data import GlobalBatches
+
+
+def compiled(model, optimizer=None, metrics=()):
+    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(
+        tfscale.DistributedOptimizer(optimizer), "binary_crossentropy", metrics=list(metrics)
+    )
+    return model
+
+
+def data(samples, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(samples, 3)).astype("float32")
+    y = (x.sum(axis=1, keepdims=True) + rng.normal(size=(samples, 1)) > 0).astype("float32")
+    return x, y
+
+
+def fit(model, arrays, callbacks, epochs=2, **options):
+    x, y = arrays
+    options = {"batch_size": len(x) // 2, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, epochs=epochs, callbacks=callbacks, **options).history
+
+
+def own(samples=8):
+    return data(samples, 100 + tfscale.rank())
 
 
 class WeightsBeforeFirstStep(keras.callbacks.Callback):
@@ -40,49 +72,20 @@ class WeightsBeforeFirstStep(keras.callbacks.Callback):
         self.model.train_function = first
 
 
-def broadcast_from_last(model):
-    root = tfscale.size() - 1
-    before = WeightsBeforeFirstStep()
-    fit(model, own(), [before, BroadcastGlobalVariablesCallback(root)])
-    every = tfscale.allgather_object(before.seen)
-    for theirs in every:
-        require_identical(theirs, every[root])
-    require_equal_ranks(model.weights)
-    require_equal_ranks(model_state.optimizer_variables(model))
-    return every[root]
-
-
 def case_last_rank_is_root():
-    keras.utils.set_random_seed(tfscale.rank())
-    model = compiled(functional(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
-    kernel = model.get_layer("hidden").kernel.numpy()
-    first = broadcast_from_last(model)
-    root_kernel = tfscale.broadcast_object(kernel, root_rank=tfscale.size() - 1)
-    np.testing.assert_array_equal(first[0], root_kernel)
-
-
-def case_model_without_shapes_is_broadcast_before_its_first_update():
-    keras.utils.set_random_seed(tfscale.rank())
-    broadcast_from_last(compiled(Deferred()))
-
-
-@sizes(1, 2, 3)
-def case_synchronize_is_the_broadcast_and_the_average_of_metrics():
-    results = []
-    for callbacks in (
-        [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()],
-        [Synchronize()],
-    ):
+    """Its weights, state and rate begin the first step, also where that step builds the model."""
+    root = tfscale.size() - 1
+    for build in (functional, Deferred):
         keras.utils.set_random_seed(tfscale.rank())
-        model = compiled(functional(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
-        history = fit(model, own(), callbacks, epochs=2)
-        evaluated = model.evaluate(*own(), verbose=0, return_dict=True, callbacks=callbacks)
-        require_equal_ranks(model.weights)
-        results.append((history, evaluated, [v.numpy() for v in model.weights]))
-    (before, score, weights), (history, evaluated, synchronized) = results
-    assert history == before and evaluated == score and "loss" in history
-    assert all(evaluated == theirs for theirs in tfscale.allgather_object(evaluated))
-    require_identical(synchronized, weights)
+        model = compiled(build(), keras.optimizers.Adam(0.01 * (1 + tfscale.rank())))
+        kernels = [model.get_layer("hidden").kernel.numpy()] if model.built else []
+        before = WeightsBeforeFirstStep()
+        fit(model, own(), [before, BroadcastGlobalVariablesCallback(root)])
+        every = tfscale.allgather_object((kernels, before.seen))
+        for _, theirs in every:
+            require_identical(theirs, every[root][1])
+        require_identical(before.seen[: len(kernels)], every[root][0])
+        require_equal_ranks([*model.weights, *model_state.optimizer_variables(model)])
 
 
 @sizes(2, 3)
@@ -107,59 +110,99 @@ def metrics():
 
 def case_metrics_equal_one_process():
     samples = [2 * (3 + 5 * rank) for rank in range(tfscale.size())]
-    ends = np.cumsum(samples)
-    mine = slice(ends[tfscale.rank()] - samples[tfscale.rank()], ends[tfscale.rank()])
-    train, validation = data(ends[-1], 0), data(ends[-1], 1)
-    keras.utils.set_random_seed(4)
+    n, end = samples[tfscale.rank()], sum(samples[: tfscale.rank() + 1])
+    train, validation = (data(sum(samples), seed) for seed in (0, 1))
     plain = functional(has_statistics=False)
     plain.compile(keras.optimizers.SGD(0.0), "binary_crossentropy", metrics=metrics())
     expected = fit(plain, train, [], validation_data=validation)
     expected_alone = plain.evaluate(*validation, verbose=0)
 
-    model = functional(has_statistics=False)
-    model.set_weights(plain.get_weights())
-    compiled(model, keras.optimizers.SGD(0.0), metrics())
-    average = MetricAverageCallback()
-    callbacks = [BroadcastGlobalVariablesCallback(0), average]
-    share = tuple(array[mine] for array in validation)
+    own_train, share = (tuple(a[end - n : end] for a in arrays) for arrays in (train, validation))
     # Arrays would have to come in batches of one size on all ranks.
-    batches = tf.data.Dataset.from_tensor_slices(tuple(array[mine] for array in train))
-    batches = batches.batch(samples[tfscale.rank()] // 2)
-    options = {"epochs": 2, "verbose": 0, "validation_data": share, "callbacks": callbacks}
-    history = model.fit(batches, **options).history
-    for key, values in expected.items():
-        assert history[key] == pytest.approx(values, rel=5e-6), key
-    assert len({repr(item) for item in tfscale.allgather_object(history)}) == 1
-    alone = model.evaluate(*share, verbose=0, callbacks=[average])
-    assert alone == pytest.approx(expected_alone, rel=5e-6)
-
-
-class Scores(keras.callbacks.Callback):
-    """Gives each rank scores of its own, whose mean falls until the third epoch.
-
-    Those of rank 0 rise from the beginning, those of the last rank fall to the end.
-    """
-
-    def on_epoch_end(self, epoch, logs=None):
-        last = tfscale.size() - 1
-        own = {0: 10.0 * epoch, last: -10.0 * epoch}.get(tfscale.rank(), 0.0)
-        logs["score"] = (5.0, 4.0, 3.0, 4.0, 4.0, 4.0)[epoch] + own
+    batches = tf.data.Dataset.from_tensor_slices(own_train).batch(n // 2)
+    model = compiled(functional(has_statistics=False), keras.optimizers.SGD(0.0), metrics())
+    model.set_weights(plain.get_weights())
+    average = MetricAverageCallback()
+    for callbacks in ([BroadcastGlobalVariablesCallback(0), average], [Synchronize()]):
+        options = {"validation_data": share, "verbose": 0, "callbacks": callbacks}
+        history = model.fit(batches, epochs=2, **options).history
+        for key, values in expected.items():
+            assert history[key] == pytest.approx(values, rel=5e-6), key
+        assert len({repr(item) for item in tfscale.allgather_object(history)}) == 1
+        alone = model.evaluate(*share, verbose=0, callbacks=callbacks[-1:])
+        assert alone == pytest.approx(expected_alone, rel=5e-6)
 
 
 @sizes(2, 3)
 def case_ranks_with_opposite_scores_stop_and_slow_down_together():
+    """Scores of rank 0 rise and those of the last rank fall; their mean falls for three epochs."""
+    last = tfscale.size() - 1
+    slope = {0: 10.0, last: -10.0}.get(tfscale.rank(), 0.0)
+    means = (5.0, 4.0, 3.0, 4.0, 4.0, 4.0)
+    scores = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: logs.update(score=means[epoch] + slope * epoch)
+    )
     model = compiled(functional())
     rate = float(model.optimizer.learning_rate)
     callbacks = [
-        BroadcastGlobalVariablesCallback(0),
-        Scores(),
-        MetricAverageCallback(),
+        scores,
+        Synchronize(),
         keras.callbacks.ReduceLROnPlateau("score", factor=0.5, patience=1, mode="min"),
         keras.callbacks.EarlyStopping("score", patience=1, mode="min"),
     ]
     history = fit(model, own(), callbacks, epochs=6)
-    np.testing.assert_allclose(history["score"], [5.0, 4.0, 3.0, 4.0])
+    np.testing.assert_allclose(history["score"], means[:4])
     assert float(model.optimizer.learning_rate) == rate / 2
+    require_equal_ranks(model.weights)
+
+
+@sizes(2, 3, 4)
+def case_a_metric_key_of_one_rank_is_an_error_on_all():
+    model = compiled(functional())
+    validation = own() if tfscale.rank() == 1 else None
+    require_error(
+        lambda: fit(model, own(), [MetricAverageCallback()], validation_data=validation),
+        "ExchangeError",
+        "'val_loss' on ranks [1] only",
+    )
+
+
+class NoteUpdates(ConsistencyCheck):
+    """Notes whether there was an update before the first check."""
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self.before, self.noted = self.model.get_weights()[0], []
+
+    def check(self, moment):
+        self.noted.append((moment, bool((self.model.get_weights()[0] != self.before).any())))
+        super().check(moment)
+
+
+@sizes(2, 3)
+def case_the_first_update_is_awaited_where_batches_are_added_up():
+    for passes, inner in (
+        (4, keras.optimizers.SGD(0.1)),
+        (1, keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)),
+    ):
+        model = functional(has_statistics=False)
+        optimizer = DistributedOptimizer(inner, backward_passes_per_step=passes)
+        model.compile(optimizer, "binary_crossentropy")
+        begin, check = BroadcastGlobalVariablesCallback(0), NoteUpdates()
+        fit(model, own(), [begin, check], epochs=1, batch_size=1)
+        assert check.noted == [("after the first update", True), ("at the end of epoch 1", True)]
+
+
+def case_rank_zero_stops_all_ranks():
+    model = compiled(functional())
+    first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+    history = fit(model, own(), [*first, RankZero(StopAt(rank=0))], epochs=6)
+    losses = tfscale.allgather_object(history["loss"])
+    assert len(losses[0]) == 2 and {len(item) for item in losses} <= {2, 3}, losses
+    for item in losses:
+        assert item[:2] == losses[0] and item[-1] == losses[0][-1]
+    require_equal_ranks(model.weights)
+    fit(model, own(), first)
 
 
 N_EPOCHS, BATCH = 2, 12
@@ -183,25 +226,16 @@ def _scalars(folder, tag):
 @sizes(2, 3, 4, timeout_s=100)
 def case_tensorboard_of_rank_0():
     """Weights that it draws are whole under every exchange, read while parameters are gathered."""
-    for exchange in ("allreduce", Chunked(), Sharded()):
+    for exchange in ("allreduce", Sharded()):
         with shared_folder() as folder:
             model = functional()
-            model.compile(
-                DistributedOptimizer(keras.optimizers.Adam(0.05), exchange=exchange),
-                "binary_crossentropy",
-            )
+            optimizer = DistributedOptimizer(keras.optimizers.Adam(0.05), exchange=exchange)
+            model.compile(optimizer, "binary_crossentropy")
             board = keras.callbacks.TensorBoard(folder, histogram_freq=1, update_freq=1)
-            history = model.fit(
-                _data(3),
-                validation_data=_data(2, shuffle=False, drop_remainder=False),
-                epochs=N_EPOCHS,
-                verbose=0,
-                callbacks=[
-                    BroadcastGlobalVariablesCallback(0),
-                    MetricAverageCallback(),
-                    RankZero(board),
-                ],
-            ).history
+            valid = _data(2, shuffle=False, drop_remainder=False)
+            options = {"validation_data": valid, "epochs": N_EPOCHS, "verbose": 0}
+            callbacks = [Synchronize(), RankZero(board)]
+            history = model.fit(_data(3), **options, callbacks=callbacks).history
             tfscale.barrier()
             if tfscale.rank() == 0:
                 epochs = list(range(N_EPOCHS))

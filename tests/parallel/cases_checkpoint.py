@@ -8,7 +8,14 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import InterruptAt, require_error, require_identical, shared_folder
+from tests.helpers.ranks import (
+    InterruptAt,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    shared_folder,
+    values_of,
+)
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_backup import train
 from tests.parallel.cases_equality import BATCH, float64
@@ -35,50 +42,48 @@ def check(run, *steps):
             assert later.logs == noted.logs[-len(later.logs) :]
 
 
+def momentum():
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def with_outer():
+    outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    return tfscale.LocalSGD(2, 4, "allreduce", outer=outer, start=1)
+
+
 @sizes(1, 2, 3, timeout_s=200)
 def case_dropout_and_moving_statistics():
     """State that differs between ranks; in mid-epoch, and between two."""
     check(Run(dropout=0.3), 7, 5)
 
 
-@sizes(2, timeout_s=200)
+@sizes(2, timeout_s=300)
 def case_exchanges():
-    """Sums of gradients that are not applied yet belong to the state."""
-    check(Run(exchange=tfscale.Chunked(first_chunk_layers=1)), 7)
-    check(Run(exchange=tfscale.Sharded(bucket_mb=1e-4), options={"backward_passes_per_step": 2}), 7)
-    check(Run(exchange=tfscale.Sharded(), callbacks=growing), 6)
+    """Sums that are not applied yet, groups with models of their own, lengths of intervals.
 
-
-@sizes(2, timeout_s=200)
-def case_local_sgd_amid_an_interval():
-    """Groups hold different models; also where they part in the second epoch."""
-
-    def momentum():
-        return keras.optimizers.SGD(0.05, momentum=0.9)
-
-    check(Run(momentum, tfscale.LocalSGD(2, 4, "allreduce", average="gradients")), 7)
-
-    def with_outer():
-        outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-        return tfscale.LocalSGD(2, 4, "allreduce", outer=outer, start=1)
-
-    check(Run(momentum, with_outer), 8)
-
-
-@sizes(2, timeout_s=200)
-def case_intervals_that_change():
-    """The count of intervals, and the average from which a guard measures, belong to the state."""
+    And the average from which a guard measures.
+    """
+    sharded = tfscale.Sharded(bucket_mb=1e-4)
     growing_interval = tfscale.GrowingInterval(start=2, growth=0.5, most=6)
     guard = tfscale.DistanceGuard(limit=0.05, most=7)
-    for rule in (growing_interval, guard):
-        check(Run(exchange=tfscale.LocalSGD(2, rule, "allreduce")), 7, 5)
+    for run, step in (
+        (Run(exchange=tfscale.Chunked(first_chunk_layers=1)), 7),
+        (Run(exchange=sharded, options={"backward_passes_per_step": 2}), 7),
+        (Run(exchange=tfscale.Sharded(), callbacks=growing), 6),
+        (Run(momentum, tfscale.LocalSGD(2, 4, "allreduce", average="gradients")), 7),
+        (Run(momentum, with_outer), 8),
+        (Run(exchange=tfscale.LocalSGD(2, growing_interval, "allreduce")), 7),
+        (Run(exchange=tfscale.LocalSGD(2, guard, "allreduce")), 7),
+    ):
+        check(run, step)
 
 
 @sizes(4, timeout_s=200)
 def case_local_sgd_with_shards():
-    check(Run(exchange=tfscale.LocalSGD(2, 4, average="gradients")), 7, 5)
-    for within in (tfscale.Sharded(), "allreduce"):
-        check(Run(exchange=tfscale.LocalSGD(2, 4, within, fragments=2, overlap=3)), 7, 5)
+    """Also where fragments are under way: from step 4 to step 7."""
+    check(Run(exchange=tfscale.LocalSGD(2, 4, average="gradients")), 7)
+    for within, *steps in ((tfscale.Sharded(), 7, 5), ("allreduce", 5)):
+        check(Run(exchange=tfscale.LocalSGD(2, 4, within, fragments=2, overlap=3)), *steps)
 
 
 @sizes(2, timeout_s=120)
@@ -126,47 +131,36 @@ def case_one_rank_cannot_write():
 
 @sizes(2, timeout_s=120)
 def case_one_rank_finds_damage():
-    """All ranks take the checkpoint before; where all are damaged all ranks say so."""
+    """All ranks take the checkpoint before; where all are damaged all ranks say so.
+
+    The newest has other bits, the next manifests of other ranks, the third files of another rank.
+    """
     with float64(), shared_folder() as folder:
-        run = Run()
-        whole, noted = run.write(folder, 7)
+        run = Run(exchange=tfscale.Sharded())
+        whole, noted = run.write(folder, 9)
+        newest, second, third = (found.path for found in list_checkpoints(folder)[:3])
         if tfscale.rank() == 0:
-            damage(list_checkpoints(folder)[0])
+            damage(newest)
+            swap(second, "rank-00000.manifest", "rank-00001.manifest")
+            for kind in (".manifest", ".safetensors"):
+                shutil.copy(third / f"rank-00000{kind}", third / f"rank-00001{kind}")
         tfscale.barrier()
         rest, later = run.train(folder, keep=99)
         assert later.batches == noted.batches[6:]
         require_identical(rest, whole)
+        assert all((folder / f"damaged-{p.name}").exists() for p in (newest, second, third))
         if tfscale.rank() == 0:
             for found in list_checkpoints(folder):
-                damage(found)
+                damage(found.path)
         tfscale.barrier()
         require_error(lambda: run.train(folder), "damaged ones only", "rank-00001.safetensors")
 
 
-def damage(found):
-    path = found.path / "rank-00001.safetensors"
+def damage(folder):
+    path = folder / "rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 1
     path.write_bytes(content)
-
-
-@sizes(2, timeout_s=120)
-def case_parts_of_other_ranks():
-    """Sound files under the names of other ranks: all ranks take the checkpoint before."""
-    with float64(), shared_folder() as folder:
-        run = Run(exchange=tfscale.Sharded())
-        whole, noted = run.write(folder, 8)
-        newest, second = sorted(folder.glob("step-*"), reverse=True)[:2]
-        if tfscale.rank() == 0:
-            swap(newest, "rank-00000.manifest", "rank-00001.manifest")
-            for kind in (".manifest", ".safetensors"):  # both files of one rank for another's
-                shutil.copy(second / f"rank-00000{kind}", second / f"rank-00001{kind}")
-        tfscale.barrier()
-        rest, later = run.train(folder, keep=99)
-        assert later.batches == noted.batches[6:]
-        require_identical(rest, whole)
-        assert (folder / f"damaged-{newest.name}").exists()
-        assert (folder / f"damaged-{second.name}").exists()
 
 
 def swap(folder, one, other):
@@ -184,15 +178,8 @@ class Break(keras.callbacks.Callback):
 
 
 @sizes(2, timeout_s=60)
-def case_a_model_that_one_rank_has_broken_is_not_saved():
-    with shared_folder() as folder:
-        Run().train(folder, Break(), every_n_steps=7)
-        assert [f.step for f in list_checkpoints(folder)] == [14, 7]
-
-
-@sizes(2, timeout_s=60)
-def case_rank_0_cannot_list():
-    """The directory, or the newest checkpoint in it: no rank begins."""
+def case_what_rank_0_cannot_list_and_what_one_rank_has_broken():
+    """The directory, or the newest checkpoint in it: no rank begins. NaN is not saved."""
     look = os.listdir
 
     def refuse(path="."):
@@ -201,7 +188,8 @@ def case_rank_0_cannot_list():
         return look(path)
 
     with shared_folder() as folder:
-        Run().train(folder, every_n_steps=7)
+        Run().train(folder, Break(), every_n_steps=7)
+        assert [f.step for f in list_checkpoints(folder)] == [14, 7]
         newest = list_checkpoints(folder)[0].path
         tfscale.barrier()
         os.listdir = refuse
@@ -211,11 +199,6 @@ def case_rank_0_cannot_list():
                 require_error(lambda: Run().train(folder), "ConfigError", text)
         finally:
             os.listdir = look
-
-
-@sizes(2, timeout_s=60)
-def case_a_directory_of_each_rank_is_refused():
-    with shared_folder() as folder:
         own = folder / f"rank-{runtime.rank()}"
         require_error(lambda: Run().train(own), "a directory that all ranks write to", "rank 1")
 
@@ -224,50 +207,34 @@ def case_a_directory_of_each_rank_is_refused():
 def case_a_callback_that_one_rank_has():
     """Horovod's idiom: rank 0 alone saves models, and all ranks lower the learning rate."""
 
-    def plateau(first):
-        lower = keras.callbacks.ReduceLROnPlateau("loss", patience=2, mode="max", min_lr=1e-9)
-        return [*first, lower]
-
     with shared_folder() as folder:
 
         def callbacks(data):
-            is_first = runtime.rank() == 0
-            return plateau([keras.callbacks.ModelCheckpoint(folder / "m.keras")] * is_first)
+            own = [keras.callbacks.ModelCheckpoint(folder / "m.keras")] * (runtime.rank() == 0)
+            lower = keras.callbacks.ReduceLROnPlateau("loss", patience=2, mode="max", min_lr=1e-9)
+            return [*own, lower]
 
         # Two epochs without progress end with the third, in which both runs continue.
         check(Run(callbacks=callbacks), 12, 10)
 
 
-class Statistics(keras.callbacks.Callback):
-    """Keeps the moving statistics after each step; the mean of the ranks is not made yet."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        layer = self.model.layers[1]
-        self.seen.append([layer.moving_mean.numpy(), layer.moving_variance.numpy()])
-
-
 def normalized(optimizer, **options):
-    """Train with moving statistics; return the model and what they were after each step."""
+    """Train with moving statistics; return the layer, what they were after each step, and logs."""
     keras.utils.set_random_seed(3)
-    layers = keras.layers
+    norm, seen = keras.layers.BatchNormalization(momentum=0.5), []
     # No step changes the kernel before it: statistics of a step depend on its samples alone.
-    first = layers.Dense(4, trainable=False)
-    model = keras.Sequential(
-        [keras.Input((6,)), first, layers.BatchNormalization(momentum=0.5), layers.Dense(3)]
-    )
+    first = keras.layers.Dense(4, trainable=False)
+    model = keras.Sequential([keras.Input((6,)), first, norm, keras.layers.Dense(3)])
     model.compile(optimizer, "mse", **options)
     x, clean, y = data()
     batches = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
-    seen = Statistics()
-    unite = tfscale.callbacks.NonTrainableState()
-    history = model.fit(
-        batches, verbose=0, callbacks=[seen, unite], validation_data=(clean[:BATCH], y[:BATCH])
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(values_of(norm.non_trainable_variables))
     )
-    return model, seen.seen, history.history
+    callbacks = [note, tfscale.callbacks.NonTrainableState()]  # means of ranks come at the end
+    valid = (clean[:BATCH], y[:BATCH])
+    logs = model.fit(batches, verbose=0, callbacks=callbacks, validation_data=valid).history
+    return norm, seen, logs
 
 
 @sizes(1, 2, 3, timeout_s=200)
@@ -285,35 +252,29 @@ def case_a_skipped_step_leaves_statistics_finite():
             optimizer = tfscale.DistributedOptimizer(
                 wrap(keras.optimizers.SGD(0.01)), nonfinite="skip", backward_passes_per_step=passes
             )
-            model, seen, history = normalized(optimizer, **options)
+            norm, seen, logs = normalized(optimizer, **options)
         assert len(seen) == len(data()[0]) // BATCH and np.all(np.isfinite(seen)), (passes, options)
         stayed = [np.array_equal(*pair) for pair in zip(seen[BAD], seen[BAD - 1], strict=True)]
         assert stayed == [is_bad, is_bad], (passes, options)
         assert not np.array_equal(seen[BAD + 1][0], seen[BAD][0])
-        every = tfscale.allgather_object([v.numpy() for v in model.layers[1].variables[2:]])
-        require_identical(every[0], every[-1])
-        assert np.isfinite(history["val_loss"][0])
-        assert np.isnan(history["loss"][0]) == is_bad  # as docs/exchanges.md says
-
-
-def interrupted(folder, *more):
-    """Return the folder of rank 0's backup, taken before the third of four epochs."""
-    own = folder / f"of-rank-{runtime.rank()}"
-    train([BackupAndRestore(own), *more, InterruptAt(2)], 1 + runtime.rank())
-    return own
+        require_equal_ranks(norm.non_trainable_variables)
+        assert np.isfinite(logs["val_loss"][0])
+        assert np.isnan(logs["loss"][0]) == is_bad  # as docs/exchanges.md says
 
 
 @sizes(2, timeout_s=120)
 def case_a_backup_that_rank_0_cannot_read():
     """The other ranks do not wait for it; nor where they cannot even be told of a folder."""
     with shared_folder() as folder:
-        own = interrupted(folder)
+        own = folder / f"of-rank-{runtime.rank()}"
+        train([BackupAndRestore(own), InterruptAt(2)], 1 + runtime.rank())
         if runtime.rank() == 0:
             for path in own.glob("step-*/rank-00001.safetensors"):
                 path.write_bytes(b"")
-        text = "damaged ones only"
-        require_error(lambda: train([BackupAndRestore(own)], 1), "ConfigError", text)
-        if runtime.rank() == 0:
             (folder / "file").touch()
-        text = "a directory that rank 0 can write to"
-        require_error(lambda: train([BackupAndRestore(folder / "file")], 1), "ConfigError", text)
+        for where, text in (
+            (own, "damaged ones only"),
+            (folder / "file", "a directory that rank 0 can write to"),
+        ):
+            action = lambda where=where: train([BackupAndRestore(where)], 1)  # noqa: E731
+            require_error(action, "ConfigError", text)

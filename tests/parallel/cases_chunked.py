@@ -1,5 +1,7 @@
 """Chunks and replicated layers equal one process."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tfscale.comm.events import Listener
 from tfscale.config import PlanError
 
 
+@functools.cache
 def mlp(use_bias: bool = True):
     """Return a builder of four dense layers, the second of which sees inputs of rank 3."""
 

@@ -11,7 +11,10 @@ from tests.helpers.ranks import in_both_modes, require_error
 from tests.helpers.spawn import engine_only, sizes
 from tfscale import Average, Max, Min, Product, Sum
 
+rank, size = tfscale.rank(), tfscale.size()  # only ranks import this
+
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
+SIGNED = (*DTYPES, tf.int8)
 LENGTHS = (0, 1, 7, 1000)
 
 
@@ -28,24 +31,37 @@ def rank_sum(size):
     return size * (size - 1) // 2
 
 
-def case_sum_of_every_dtype_and_length():
-    rank, size = tfscale.rank(), tfscale.size()
-    for dtype in (*DTYPES, tf.uint8):
-        for length in LENGTHS:
-            own = tf.cast(ramp(length) + rank, dtype)
-            for result in in_both_modes(lambda x: tfscale.allreduce(x, op=Sum), own):
+def gradients(loss_of, x):
+    """Yield the gradient of a loss, eager and traced."""
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = loss_of(x)
+        return tape.gradient(loss, x)
+
+    return in_both_modes(gradient, x)
+
+
+def case_reductions_of_every_dtype():
+    products = [math.prod(r - 2 for r in range(size)), math.prod(2 - r for r in range(size))]
+    values = [rank - 2, 2 - rank, rank + 1]
+    for op, dtypes, own, expected in (
+        *(
+            (Sum, (*DTYPES, tf.uint8), ramp(n) + rank, size * ramp(n) + rank_sum(size))
+            for n in LENGTHS
+        ),
+        (Average, DTYPES, 2 * ramp(100) + 2 * rank, 2 * ramp(100) + size - 1),  # whole numbers
+        (Min, SIGNED, values, [-2, 3 - size, 1]),
+        (Max, SIGNED, values, [size - 3, 2, size]),
+        (Product, SIGNED, values, [*products, math.factorial(size)]),
+    ):
+        for dtype in dtypes:
+            for result in in_both_modes(
+                lambda x, op=op: tfscale.allreduce(x, op=op), tf.cast(own, dtype)
+            ):
                 assert result.dtype == dtype
-                np.testing.assert_array_equal(
-                    plain(result), size * ramp(length) + rank_sum(size), f"{dtype} {length}"
-                )
-
-
-def case_average_of_every_dtype():
-    rank, size = tfscale.rank(), tfscale.size()
-    for dtype in DTYPES:
-        own = tf.cast(2 * ramp(100) + 2 * rank, dtype)  # the mean is a whole number
-        for result in in_both_modes(tfscale.allreduce, own):
-            np.testing.assert_array_equal(plain(result), 2 * ramp(100) + size - 1, str(dtype))
+                np.testing.assert_array_equal(plain(result), expected, f"{op} {dtype}")
 
 
 @engine_only("Horovod adds 8-bit integers up in 8 bits")
@@ -57,42 +73,23 @@ def case_average_of_bytes_does_not_overflow():
 
 
 def case_average_of_float64_keeps_all_digits():
-    own = tf.constant([1 / 3, math.pi, 1e300, 1e-300], tf.float64) * (tfscale.rank() + 1)
+    own = tf.constant([1 / 3, math.pi, 1e300, 1e-300], tf.float64) * (rank + 1)
     for result in in_both_modes(tfscale.allreduce, own):
-        mean = np.array([1 / 3, math.pi, 1e300, 1e-300]) * (tfscale.size() + 1) / 2
+        mean = np.array([1 / 3, math.pi, 1e300, 1e-300]) * (size + 1) / 2
         np.testing.assert_allclose(result.numpy(), mean, rtol=4 * np.finfo(np.float64).eps)
 
 
-def case_min_max_product_of_every_dtype():
-    rank, size = tfscale.rank(), tfscale.size()
-    for dtype in (*DTYPES, tf.int8):
-        own = tf.cast([rank - 2, 2 - rank, rank + 1], dtype)
-        expected = {
-            Min: [-2, 3 - size, 1],
-            Max: [size - 3, 2, size],
-            Product: [
-                math.prod(r - 2 for r in range(size)),
-                math.prod(2 - r for r in range(size)),
-                math.factorial(size),
-            ],
-        }
-        for op, values in expected.items():
-            for result in in_both_modes(lambda x, op=op: tfscale.allreduce(x, op=op), own):
-                np.testing.assert_array_equal(plain(result), values, f"{op} {dtype}")
-
-
 def case_nan_and_infinity_reach_all_ranks():
-    last = tfscale.size() - 1
-    own = tf.constant([np.nan if tfscale.rank() == last else 1.0, np.inf if last == 0 else 2.0])
+    last = size - 1
+    own = tf.constant([np.nan if rank == last else 1.0, np.inf if last == 0 else 2.0])
     for op in (Sum, Average, Min, Max, Product):
         assert np.isnan(tfscale.allreduce(own, op=op).numpy()[0]), op
-    opposite = tf.constant([np.inf if tfscale.rank() % 2 else -np.inf])
+    opposite = tf.constant([np.inf if rank % 2 else -np.inf])
     total = tfscale.allreduce(opposite, op=Sum).numpy()[0]
-    assert np.isnan(total) if tfscale.size() > 1 else np.isinf(total)
+    assert np.isnan(total) if size > 1 else np.isinf(total)
 
 
 def case_factors_before_and_after():
-    rank, size = tfscale.rank(), tfscale.size()
     own = tf.constant([1.0, -4.0], tf.float64) * (rank + 1)
     total = np.array([1.0, -4.0]) * (rank_sum(size) + size)
 
@@ -108,7 +105,6 @@ def case_factors_before_and_after():
 
 
 def case_grouped_of_mixed_dtypes():
-    rank, size = tfscale.rank(), tfscale.size()
     shapes = ((3,), (), (2, 2), (0,), (5, 1))
     dtypes = (tf.float32, tf.int64, tf.float64, tf.float32, tf.int64)
     own = [
@@ -123,49 +119,28 @@ def case_grouped_of_mixed_dtypes():
                 np.testing.assert_array_equal(result.numpy(), np.full(tensor.shape, value))
 
 
-@sizes(2, 3, 4)
-def case_long_vectors_are_equal_bit_by_bit():
-    size = tfscale.size()
-    rng = np.random.default_rng(0)
-    every = [rng.normal(size=300_001).astype("float32") for _ in range(size)]
-    result = tfscale.allreduce(tf.constant(every[tfscale.rank()]), op=Sum).numpy()
-    bound = size * np.finfo(np.float32).eps * np.sum(np.abs(every), axis=0)
-    assert (np.abs(result - np.sum(np.asarray(every, "float64"), axis=0)) <= bound).all()
-    digests = tfscale.allgather_object(hash(result.tobytes()) if size == 1 else result.tobytes())
-    assert len(set(digests)) == 1
-
-
 def case_gradient_of_a_reduction():
-    rank, size = tfscale.rank(), tfscale.size()
     own = tf.constant([1.0, 2.0, -3.0], tf.float64) * (rank + 1)
-
-    def gradient(x, op):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tfscale.allreduce(x * x, op=op, prescale_factor=0.5, postscale_factor=3.0)
-            loss = tf.reduce_sum(y) * (rank + 1)
-        return tape.gradient(loss, x)
-
     total = 2 * own.numpy() * 1.5 * (rank_sum(size) + size)
-    for result in in_both_modes(lambda x: gradient(x, Sum), own):
-        np.testing.assert_allclose(result.numpy(), total, rtol=1e-15)
-    for result in in_both_modes(lambda x: gradient(x, Average), own):
-        np.testing.assert_allclose(result.numpy(), total / size, rtol=1e-15)
+    for op, expected in ((Sum, total), (Average, total / size)):
+
+        def loss_of(x, op=op):
+            y = tfscale.allreduce(x * x, op=op, prescale_factor=0.5, postscale_factor=3.0)
+            return tf.reduce_sum(y) * (rank + 1)
+
+        for result in gradients(loss_of, own):
+            np.testing.assert_allclose(result, expected, rtol=1e-15)
 
 
 def case_gradient_of_a_group():
-    rank, size = tfscale.rank(), tfscale.size()
 
-    def gradients(x, y):
-        with tf.GradientTape() as tape:
-            tape.watch([x, y])
-            a, b = tfscale.grouped_allreduce([x, 2.0 * y], op=Sum)
-            loss = (tf.reduce_sum(a) + tf.reduce_sum(b)) * (rank + 1.0)
-        return tape.gradient(loss, [x, y])
+    def loss_of(own):
+        a, b = tfscale.grouped_allreduce([own[0], 2.0 * own[1]], op=Sum)
+        return (tf.reduce_sum(a) + tf.reduce_sum(b)) * (rank + 1.0)
 
-    for x, y in in_both_modes(gradients, tf.ones([2]), tf.ones([3, 1])):
-        np.testing.assert_array_equal(x.numpy(), np.full(2, rank_sum(size) + size))
-        np.testing.assert_array_equal(y.numpy(), np.full((3, 1), 2.0 * (rank_sum(size) + size)))
+    for x, y in gradients(loss_of, [tf.ones([2]), tf.ones([3, 1])]):
+        np.testing.assert_array_equal(x, np.full(2, rank_sum(size) + size))
+        np.testing.assert_array_equal(y, np.full((3, 1), 2.0 * (rank_sum(size) + size)))
 
 
 def case_extremes_have_no_gradient():
@@ -181,70 +156,60 @@ def case_extremes_have_no_gradient():
 
 
 @sizes(2, 3, 4)
-def case_different_shapes_name_both_ranks():
-    own = tf.zeros([2, 3 + (tfscale.rank() == 1)])
-    require_error(
-        lambda: tfscale.allreduce(own),
-        "ExchangeError: All ranks must call the same collectives",
-        "rank 0 calls allreduce(float32[2, 3])",
-        "rank 1 calls allreduce(float32[2, 4])",
-    )
-
-
-@sizes(2, 3, 4)
-def case_different_dtypes_ops_and_collectives_name_both_ranks():
-    is_last = tfscale.rank() == tfscale.size() - 1
-    own = tf.zeros([2], tf.float64 if is_last else tf.float32)
-    last = f"rank {tfscale.size() - 1} calls"
-    require_error(lambda: tfscale.allreduce(own), "allreduce(float32[2])", "(float64[2])", last)
-    require_error(
-        lambda: tfscale.allreduce(tf.zeros([2]), op=Max if is_last else Min), "'MIN'", "'MAX'", last
-    )
+def case_differences_name_both_ranks():
+    is_last, last = rank == size - 1, f"rank {size - 1} calls"
     different = tfscale.allgather if is_last else tfscale.allreduce
-    require_error(lambda: different(tf.zeros([2])), f"{last} allgather(float32[])")
-    np.testing.assert_array_equal(tfscale.allreduce(tf.ones([2]), op=Sum), [tfscale.size()] * 2)
+    for call, *texts in (
+        (
+            lambda: tfscale.allreduce(tf.zeros([2, 3 + is_last])),
+            "ExchangeError: All ranks must call the same collectives",
+            "rank 0 calls allreduce(float32[2, 3])",
+            f"{last} allreduce(float32[2, 4])",
+        ),
+        (
+            lambda: tfscale.allreduce(tf.zeros([2], tf.float64 if is_last else tf.float32)),
+            "allreduce(float32[2])",
+            f"{last} allreduce(float64[2])",
+        ),
+        (
+            lambda: tfscale.allreduce(tf.zeros([2]), op=Max if is_last else Min),
+            *("'MIN'", "'MAX'", last),
+        ),
+        (lambda: different(tf.zeros([2])), f"{last} allgather(float32[])"),
+    ):
+        require_error(call, *texts)
+        total = tfscale.allreduce(tf.ones([2]), op=Sum)
+        np.testing.assert_array_equal(total, [size] * 2)
     with pytest.raises(tf.errors.FailedPreconditionError, match="All ranks must call"):
         different(tf.zeros([2]))  # as Horovod's
     total = tfscale.allreduce(tf.ones([2]), average=False)
-    np.testing.assert_array_equal(total, [tfscale.size()] * 2)
+    np.testing.assert_array_equal(total, [size] * 2)
 
 
 def case_a_mean_of_sparse_rows_is_divided():
     # As Horovod's: by 3, not times 1 / 3, which differs in the last bit.
     for dtype in (tf.float16, tf.float32, tf.float64):
         own = tf.cast(np.random.default_rng(0).uniform(-100, 100, (500, 2)), dtype)
-        first = 500 * tfscale.rank()
+        first = 500 * rank
         rows = tfscale.allreduce(tf.IndexedSlices(own, tf.range(first, first + 500)))
-        expected = tf.tile(own / tf.constant(tfscale.size(), dtype), [tfscale.size(), 1])
+        expected = tf.tile(own / tf.constant(size, dtype), [size, 1])
         np.testing.assert_array_equal(rows.values, expected)
 
 
 def case_shapes_known_at_run_time():
-    """They are compared first; collectives of many lengths, nothing included."""
-    rank, size = tfscale.rank(), tfscale.size()
+    """They are compared first; cases_fuzz.py has other collectives."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.float64)])
-    def all_kinds(x):
-        total = tfscale.allreduce(x, op=Sum)
+    def pair_and_gradient(x):
         pair = tfscale.grouped_allreduce([x, tf.ones([2], tf.float64)], op=Sum)
-        root = tfscale.broadcast(x, root_rank=size - 1)
-        part = tfscale.reducescatter(x, op=Sum)
-        rows = tfscale.allgather(x[: rank + 1])
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = tfscale.allgather(x, gradient="adjoint") ** 2
-        return total, *pair, root, part, rows, tape.gradient(y, x)
+        return *pair, tape.gradient(y, x)
 
     for n_rows, width in ((4, 3), (0, 3), (4, 0), (7, 4000), (4, 3)):
-        x = tf.cast(tf.reshape(ramp(n_rows * width), [n_rows, width]), tf.float64)
-        own = x + rank
-        total, first, second, root, part, rows, gradient = (v.numpy() for v in all_kinds(own))
-        expected = size * x.numpy() + rank_sum(size)
-        np.testing.assert_array_equal(total, expected)
-        np.testing.assert_array_equal(first, expected)
+        x = np.reshape(ramp(n_rows * width), [n_rows, width]).astype("float64")
+        first, second, gradient = pair_and_gradient(x + rank)
+        np.testing.assert_array_equal(first, size * x + rank_sum(size))
         np.testing.assert_array_equal(second, [size, size])
-        np.testing.assert_array_equal(root, x + size - 1)
-        np.testing.assert_array_equal(part, np.array_split(expected, size)[rank])
-        parts = [x[: r + 1].numpy() + r for r in range(size)]
-        np.testing.assert_array_equal(rows, np.concatenate(parts))
-        np.testing.assert_array_equal(gradient, 2 * size * own)
+        np.testing.assert_array_equal(gradient, 2 * size * (x + rank))

@@ -6,19 +6,17 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import float64, require_equal_ranks, require_error, shared_folder
+from tests.helpers.ranks import (
+    StopAt,
+    float64,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+    shared_folder,
+)
 from tests.helpers.spawn import sizes
 
 PASSES, BATCHES = 4, 12
-
-
-class Stop(keras.callbacks.Callback):
-    def __init__(self, batch):
-        super().__init__()
-        self.batch = batch
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.model.stop_training = self.model.stop_training or batch == self.batch
 
 
 def prepared(n_layers=1, has_statistics=False):
@@ -26,10 +24,8 @@ def prepared(n_layers=1, has_statistics=False):
     layers = [keras.layers.Dense(2, use_bias=False) for _ in range(n_layers)]
     statistics = [keras.layers.BatchNormalization()] if has_statistics else []
     model = keras.Sequential([keras.Input((2,)), *layers, *statistics])
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(0.125), backward_passes_per_step=PASSES
-    )
-    model.compile(optimizer, loss="mse")
+    rule = keras.optimizers.SGD(0.125)
+    model.compile(hvd.DistributedOptimizer(rule, backward_passes_per_step=PASSES), loss="mse")
     return model
 
 
@@ -49,7 +45,7 @@ def case_a_stop_amid_a_cycle_begins_another():
     with float64():
         for batch in (0, 3, 6, 9, 10):
             stopped, fresh = prepared(), prepared()
-            fit(stopped, BATCHES, [Stop(batch)] if tfscale.rank() == 0 else [])
+            fit(stopped, BATCHES, [StopAt(batch, 0, rank=0)])
             last = min(batch + 1, BATCHES) // PASSES * PASSES
             assert int(stopped.optimizer.iterations) == last
             fresh.set_weights(stopped.get_weights())
@@ -72,7 +68,7 @@ def case_a_stop_in_the_first_cycle_although_weights_are_not_yet_compared():
         model.compile(tfscale.DistributedOptimizer(inner, backward_passes_per_step=passes), "mse")
         for batch in (0, PASSES - 2, PASSES - 1):
             check = tfscale.callbacks.ConsistencyCheck()
-            fit(model, BATCHES, [check, *([Stop(batch)] if tfscale.rank() == 0 else [])])
+            fit(model, BATCHES, [check, *([StopAt(batch, 0, rank=0)])])
             require_equal_ranks(model.trainable_variables)
 
 
@@ -100,8 +96,7 @@ def case_a_stop_in_the_last_cycle_of_an_epoch():
         for batches, batch in ((12, 8), (12, 9), (12, 10), (10, 8), (10, 9)):
             model = prepared(has_statistics=True)
             save = tfscale.callbacks.Checkpoint(folder / f"{batches} {batch}", every_n_steps=1)
-            stop = [Stop(batch)] if tfscale.rank() == tfscale.size() - 1 else []
-            fit(model, batches, stop, first=[save])
+            fit(model, batches, [StopAt(batch, 0)], first=[save])
             require_equal_ranks(model.variables)
             # Where no exchange was due, nothing was given up: the cycle continues.
             assert int(model.optimizer.iterations) == (8 if batches == 12 else 10)
@@ -109,26 +104,17 @@ def case_a_stop_in_the_last_cycle_of_an_epoch():
             require_equal_ranks(model.variables)
 
 
-def case_gradients_that_come_and_go_are_refused():
+def case_sets_of_variables_have_cycles_of_their_own():
+    """Of a set each batch has gradients of the same ones."""
     with float64():
-        first, second = (keras.Variable(np.ones(2), name=name) for name in ("first", "second"))
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+        first, second = ([keras.Variable(np.ones(2), name=n)] for n in ("first", "second"))
         one = tf.ones([2], tf.float64)
-        optimizer.apply([one, one], [first, second])
-        require_error(
-            lambda: optimizer.apply([one, None], [first, second]),
-            "gradients of the same variables",
-            "no gradient of second",
-        )
-
-
-def case_two_sets_of_variables_have_cycles_of_their_own():
-    with float64():
-        sets = [[keras.Variable(np.ones(2), name=name)] for name in ("first", "second")]
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), backward_passes_per_step=2)
-        optimizer.build([v for variables in sets for v in variables])
-        for _ in range(2):
-            for variables in sets:
-                optimizer.apply([tf.ones([2], tf.float64)], variables)
-        for (variable,) in sets:
-            np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0])
+        both = [*first, *second]
+        optimizer.build(both)
+        for variables in (first, second, first, second):
+            optimizer.apply([one], variables)
+        require_identical(both, np.zeros([2, 2]))
+        optimizer.apply([one, one], both)
+        texts = "gradients of the same variables", "no gradient of second"
+        require_error(lambda: optimizer.apply([one, None], both), *texts)

@@ -1,19 +1,14 @@
 """GlobalBatches on real ranks see exactly what one process sees; what `fit` checks of them."""
 
-import itertools
-import random
-
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.models import Recorder, classifier
+from tests.helpers.models import classifier
 from tests.helpers.ranks import float64, require_close, require_equal_ranks, require_error
 from tests.helpers.spawn import sizes
 from tfscale.callbacks import Callback
-from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
 
@@ -31,67 +26,6 @@ class Grow(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.data.batch_size = BATCH_SIZES[epoch]
         keras.utils.set_random_seed(tfscale.rank() + 100 * epoch)
-        random.seed(tfscale.rank())
-
-
-def numbers(**options):
-    x = np.arange(SAMPLES, dtype="float32")
-    return GlobalBatches(x, x, **{"batch_size": 12, "seed": 7, **options})
-
-
-def expected(epochs=range(4)):
-    return [
-        rows.tolist()
-        for epoch in epochs
-        for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, BATCH_SIZES[epoch])
-    ]
-
-
-def flat(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def plain(batches):
-    return [list(batch) for batch in batches]  # a model's attributes are Keras's own lists
-
-
-def joined(own):
-    """Put the slices of all ranks together, step by step; all must have as many steps."""
-    ranks = tfscale.allgather_object(plain(own))
-    assert {len(steps) for steps in ranks} == {len(own)}
-    return [flat(step) for step in zip(*ranks, strict=True)]
-
-
-def case_fit_serves_the_batches_of_one_process():
-    data, model = numbers(), Recorder()
-    model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data)])
-    assert joined(model.trained) == expected()
-
-
-def case_state_is_the_same_on_all_ranks():
-    data, model = numbers(), Recorder()
-    model.fit(data, epochs=2, verbose=0)
-    states = tfscale.allgather_object(data.state())
-    assert states == [{"epoch": 2, "batch_size": 12, "seed": 7, "samples": SAMPLES}] * len(states)
-    resumed, rest = numbers(seed=1), Recorder()
-    resumed.restore(tfscale.broadcast_object(data.state(), 0))
-    rest.fit(resumed, epochs=1, verbose=0)
-    assert joined(rest.trained) == epoch_order(7, 2, SAMPLES).reshape(-1, 12).tolist()
-
-
-@sizes(2, 3, 4)
-def case_a_batch_that_cannot_be_shared_is_refused():
-    with pytest.raises(ConfigError, match=rf"Received: batch_size=13, size={tfscale.size()}"):
-        numbers(batch_size=13)
-    data = numbers()
-    with pytest.raises(ConfigError, match="Received: batch_size=25"):
-        data.batch_size = 25
-    with pytest.raises(ConfigError, match="Use drop_remainder=True"):
-        x = np.zeros(12 * tfscale.size() + 1)
-        GlobalBatches(x, x, batch_size=12, drop_remainder=False)
-
-
-# With real gradients: n ranks equal one process, in float64.
 
 
 def arrays():
@@ -99,27 +33,29 @@ def arrays():
     return rng.normal(size=(SAMPLES, 4)), rng.integers(0, 3, SAMPLES), rng.uniform(size=SAMPLES)
 
 
-def check_equal_to_one_process(own_weights, fit_weights, by_hand):
-    """Fit with growing batches; the weights must be those of training by hand, alone."""
-    x, y, _ = arrays()
-    with float64():
-        data = GlobalBatches(x, y, batch_size=12, seed=7, sample_weight=own_weights)
-        model = classifier(tfscale.DistributedOptimizer)
-        model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data)], class_weight=fit_weights)
-        alone = classifier()
-        for epoch, batch_size in enumerate(BATCH_SIZES):
-            for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, batch_size):
-                alone.train_on_batch(x[rows], y[rows], None if by_hand is None else by_hand[rows])
-    require_close(model.get_weights(), alone.get_weights(), atol=1e-12)
-    require_equal_ranks(model.variables)
-
-
 @sizes(1, 2, 3, 4, timeout_s=120)
 def case_growing_batches_and_weights_equal_one_process():
-    check_equal_to_one_process(None, None, None)
-    weight, classes = arrays()[2], {0: 0.5, 1: 1.0, 2: 3.0}
-    check_equal_to_one_process(weight, None, weight)
-    check_equal_to_one_process(None, classes, np.array([classes[y] for y in arrays()[1]]))
+    x, y, weight = arrays()
+    classes = {0: 0.5, 1: 1.0, 2: 3.0}
+    for own_weights, fit_weights, by_hand in (
+        (None, None, np.ones(SAMPLES)),
+        (weight, None, weight),
+        (None, classes, np.array([classes[label] for label in y])),
+    ):
+        with float64():
+            data = GlobalBatches(x, y, batch_size=12, seed=7, sample_weight=own_weights)
+            model = classifier(tfscale.DistributedOptimizer)
+            model.fit(data, epochs=4, verbose=0, callbacks=[Grow(data)], class_weight=fit_weights)
+            alone = classifier()
+            for epoch, batch_size in enumerate(BATCH_SIZES):
+                for rows in epoch_order(7, epoch, SAMPLES).reshape(-1, batch_size):
+                    alone.train_on_batch(x[rows], y[rows], by_hand[rows])
+        require_close(model.get_weights(), alone.get_weights(), atol=1e-12)
+        require_equal_ranks(model.variables)
+        states = tfscale.allgather_object(data.state())
+        assert states == [{"epoch": 4, "batch_size": 48, "seed": 7, "samples": SAMPLES}] * len(
+            states
+        )
 
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")

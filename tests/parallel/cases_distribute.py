@@ -1,9 +1,11 @@
 """`tfscale.distribute`: what plain Keras gives in one process, here it gives on all ranks together.
 
 Each case first trains as one process would, on every rank by itself, then again under distribute.
+tests/scripts has programs with other layers, losses, data and methods.
 """
 
 import contextlib
+import functools
 import os
 import tempfile
 
@@ -21,7 +23,6 @@ from tests.helpers.ranks import (
     shared_folder,
 )
 from tests.helpers.spawn import sizes
-from tfscale.comm import runtime
 from tfscale.optimizer.saving import alone
 
 SEED = 5
@@ -43,6 +44,7 @@ def distributed(**options):
         running.undo()
 
 
+@functools.cache
 def in_one_process(train):
     keras.utils.set_random_seed(SEED)
     return train()
@@ -87,7 +89,7 @@ def convolutional(**fit):
     return model, model.fit(IMAGES, CLASSES, **options)
 
 
-def tagging(run_eagerly=False):
+def tagging():
     """Masked positions, sums over batches, weights, repeated indices and positions."""
     inputs = keras.Input((8,))
     embedded = layers.Embedding(30, 6, mask_zero=True)(inputs)
@@ -104,40 +106,11 @@ def tagging(run_eagerly=False):
         },
         loss_weights={"tags": 2.0, "total": 0.1},
         metrics={"tags": "accuracy", "total": [keras.metrics.RootMeanSquaredError()]},
-        run_eagerly=run_eagerly,
     )
     weights = {"tags": np.linspace(0.1, 2, 37)[:, None], "total": np.linspace(3, 0, 37)}
     targets = {"tags": TAGS, "total": TARGETS}
     fitted = model.fit(TOKENS, targets, sample_weight=weights, batch_size=8, epochs=2, verbose=0)
     return model, fitted
-
-
-class OwnStep(keras.Model):
-    """A step of the user's with a loss written by hand and a mean of it, and a second optimizer."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = keras.Sequential([keras.Input((5,)), layers.Dense(4, activation="tanh")])
-        self.decoder = keras.Sequential([keras.Input((4,)), layers.Dense(5)])
-        self.mean = keras.metrics.Mean(name="mean")
-
-    def compile(self, first, second):
-        super().compile()
-        self.first, self.second = first, second
-
-    def train_step(self, data):
-        with tf.GradientTape(persistent=True) as tape:
-            code = self.encoder(data) + 0.1 * keras.random.normal(tf.shape(data[:, :4]))
-            loss = tf.reduce_mean(tf.square(self.decoder(code) - data))
-        for optimizer, part in ((self.first, self.encoder), (self.second, self.decoder)):
-            gradients = tape.gradient(loss, part.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, part.trainable_variables, strict=True))
-        self.mean.update_state(loss)
-        return {"average": self.mean.result(), "last": loss}
-
-    @property
-    def metrics(self):
-        return [self.mean]
 
 
 # Equality.
@@ -152,48 +125,19 @@ def case_a_script_trains_as_in_one_process():
 
 
 @sizes(2, 3, timeout_s=180)
-def case_a_script_trains_as_in_one_process_step_by_step_too():
-    def on_batches():
-        model, _ = convolutional(epochs=1, steps_per_epoch=2)
-        logs = [
-            model.train_on_batch(IMAGES[:5], CLASSES[:5], class_weight={0: 2.0, 1: 1, 2: 1, 3: 0}),
-            model.train_on_batch(IMAGES[:7], CLASSES[:7]),
-            model.test_on_batch(IMAGES, CLASSES),
-            model.evaluate(IMAGES, CLASSES, batch_size=10, verbose=0),
-            model.predict_on_batch(IMAGES[:3]),
-            model.predict(IMAGES, batch_size=10, verbose=0),
-        ]
-        return [v.numpy() for v in model.variables] + [np.asarray(values) for values in logs]
+def case_losses_that_divide_sums_over_uneven_batches():
+    """And random numbers that are drawn without a generator."""
 
-    with float64():
-        require_equal_runs(on_batches)
-        require_equal_runs(lambda: results(*tagging(run_eagerly=True)))
-
-
-@sizes(2, 3, timeout_s=180)
-def case_a_train_step_with_two_optimizers_and_random_numbers():
-    def train():
-        model = OwnStep()
-        model.compile(keras.optimizers.SGD(0.5), keras.optimizers.Adam(0.01))
-        fitted = model.fit(ROWS, batch_size=9, epochs=2, verbose=0)  # the last batch has one row
-        weights = [v.numpy() for v in model.variables]
-        return weights + [np.array(fitted.history[name]) for name in ("average", "last")]
-
-    with float64():
-        require_equal_runs(train)
-
-
-@sizes(2, 3, timeout_s=180)
-def case_losses_that_divide_sums_over_the_batch():
     def train(loss):
-        model = keras.Sequential([keras.Input((5,)), layers.Dense(2, activation="sigmoid")])
+        noise = layers.Lambda(lambda x: x + 0.1 * keras.random.normal(keras.ops.shape(x)))
+        model = keras.Sequential([keras.Input((5,)), noise, layers.Dense(2, activation="sigmoid")])
         model.compile(keras.optimizers.SGD(0.5), loss)
         return results(model, model.fit(ROWS, TARGETS > 0, batch_size=9, epochs=2, verbose=0))
 
+    losses = keras.losses
     with float64():
-        require_equal_runs(lambda: train(keras.losses.Dice()))
-        require_equal_runs(lambda: train(keras.losses.Tversky(alpha=0.3, axis=[0])))
-        require_equal_runs(lambda: train(keras.losses.Dice(axis=[1])))
+        for loss in (losses.Dice(), losses.Tversky(alpha=0.3, axis=[0]), losses.Dice(axis=[1])):
+            require_equal_runs(lambda loss=loss: train(loss))
 
 
 @sizes(2, 3, timeout_s=240)
@@ -233,38 +177,33 @@ class Recorder(keras.callbacks.Callback):
 
 @sizes(2, timeout_s=120)
 def case_files_and_lines_are_written_once():
+    names = [
+        "1.weights.h5",
+        "2.weights.h5",
+        "log.csv",
+        "logged.keras",
+        "model.keras",
+        "other.keras",
+    ]
     with shared_folder() as folder, distributed():
-        path = os.path.join(folder, "model.keras")
-        recorder = Recorder(lambda model: model.save(os.path.join(folder, "logged.keras")))
-        callbacks = [
-            recorder,
-            keras.callbacks.ModelCheckpoint(
-                os.path.join(folder, "{epoch}.weights.h5"), save_weights_only=True
-            ),
-            keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
-            keras.callbacks.BackupAndRestore(os.path.join(folder, "backup")),
-        ]
-        model, _ = convolutional(callbacks=callbacks)
-        model.save(path)
-        keras.saving.save_model(model, os.path.join(folder, "other.keras"))
-        keras.models.load_model(os.path.join(folder, "other.keras"))
-        assert recorder.n_calls == (2 if tfscale.rank() == 0 else 0)
-        assert (os.environ.get("WANDB_MODE") == "disabled") == (tfscale.rank() > 0)
-        assert type(keras.models.load_model(path).layers[1]) is layers.BatchNormalization
-        assert sorted(os.listdir(folder)) == [
-            "1.weights.h5",
-            "2.weights.h5",
-            "log.csv",
-            "logged.keras",
-            "model.keras",
-            "other.keras",
-        ]
-        with open(os.path.join(folder, "log.csv")) as file:
-            assert len(file.readlines()) == 3
-        printed = os.path.join(folder, f"printed-{tfscale.rank()}")
-        target = os.fstat(1)
-        is_null = os.path.samestat(target, os.stat(os.devnull))
-        assert is_null == (tfscale.rank() > 0), printed
+        recorder = Recorder(lambda model: model.save(folder / "logged.keras"))
+        each = keras.callbacks.ModelCheckpoint(
+            folder / "{epoch}.weights.h5", save_weights_only=True
+        )
+        log = keras.callbacks.CSVLogger(folder / "log.csv")
+        backup = keras.callbacks.BackupAndRestore(folder / "backup")
+        model, _ = convolutional(callbacks=[recorder, each, log, backup])
+        model.save(folder / "model.keras")
+        keras.saving.save_model(model, folder / "other.keras")
+        keras.models.load_model(folder / "other.keras")
+        is_first = tfscale.rank() == 0
+        assert recorder.n_calls == (2 if is_first else 0)
+        assert (os.environ.get("WANDB_MODE") == "disabled") == (not is_first)
+        loaded = keras.models.load_model(folder / "model.keras")
+        assert type(loaded.layers[1]) is layers.BatchNormalization
+        assert sorted(os.listdir(folder)) == names
+        assert len((folder / "log.csv").read_text().splitlines()) == 3
+        assert os.path.samestat(os.fstat(1), os.stat(os.devnull)) == (not is_first)
     assert not os.path.samestat(os.fstat(1), os.stat(os.devnull))
 
 
@@ -280,14 +219,13 @@ def case_different_data_are_named_before_training():
     with distributed():
         model.compile("sgd", "mse")
         before = [v.numpy() for v in model.variables]
-        require_error(
-            lambda: model.fit(own, TARGETS, verbose=0), "fit with the same", "other x on rank 1"
-        )
-        require_error(lambda: model.predict(own, verbose=0), "predict with", "other x on rank 1")
-        require_error(
-            lambda: model.fit(ROWS, TARGETS, epochs=1 + tfscale.rank() % 2),
-            "other epochs on rank 1",
-        )
+        epochs = 1 + tfscale.rank() % 2
+        for action, *texts in (
+            (lambda: model.fit(own, TARGETS, verbose=0), "fit with the same", "other x on rank 1"),
+            (lambda: model.predict(own, verbose=0), "predict with", "other x on rank 1"),
+            (lambda: model.fit(ROWS, TARGETS, epochs=epochs), "other epochs on rank 1"),
+        ):
+            require_error(action, *texts)
         require_identical(model.variables, before)
         data = tf.data.Dataset.from_generator(
             batches, output_signature=(tf.TensorSpec((None, 5)), tf.TensorSpec((None, 2)))
@@ -297,28 +235,33 @@ def case_different_data_are_named_before_training():
 
 @sizes(2, timeout_s=120)
 def case_what_cannot_be_distributed_is_refused():
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(2)])
-    optimizer = keras.optimizers.SGD(0.1)
+    def dense(loss):
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(2)])
+        model.compile("sgd", loss)
+        return model
+
+    optimizer, data = (
+        keras.optimizers.SGD(0.1),
+        tfscale.data.GlobalBatches(ROWS, TARGETS, batch_size=8),
+    )
     with distributed():
-        require_error(
-            lambda: optimizer.apply([tf.ones((2, 3))], [keras.Variable(np.ones((2, 3)))]),
-            "ConfigError",
-            "SGD.apply elsewhere, such as in a loop with GradientTape",
-        )
-        model.compile("sgd", "mse")
-        data = tfscale.data.GlobalBatches(ROWS, TARGETS, batch_size=8)
-        require_error(lambda: model.fit(data), "ConfigError", "Received: x=GlobalBatches in fit")
-        pairs = keras.Sequential([keras.Input((5,)), layers.Dense(2)])
-        pairs.compile("sgd", keras.losses.Circle())
-        require_error(lambda: pairs.fit(ROWS, np.zeros(37), verbose=0), "ConfigError", "Circle")
+        model, pairs = dense("mse"), dense(keras.losses.Circle())
         states = keras.Input(batch_shape=(4, 3, 2))
         stateful = keras.Model(states, layers.LSTM(2, stateful=True)(states))
         stateful.compile("sgd", "mse")
-        require_error(
-            lambda: stateful.fit(np.ones((8, 3, 2)), np.ones((8, 2)), batch_size=4),
-            "ConfigError",
-            "with stateful=True",
-        )
+        for action, text in (
+            (
+                lambda: optimizer.apply([tf.ones((2, 3))], [keras.Variable(np.ones((2, 3)))]),
+                "SGD.apply elsewhere, such as in a loop with GradientTape",
+            ),
+            (lambda: model.fit(data), "Received: x=GlobalBatches in fit"),
+            (lambda: pairs.fit(ROWS, np.zeros(37), verbose=0), "Circle"),
+            (
+                lambda: stateful.fit(np.ones((8, 3, 2)), np.ones((8, 2)), batch_size=4),
+                "with stateful=True",
+            ),
+        ):
+            require_error(action, "ConfigError", text)
         with alone():  # as callbacks that write
             text = "a callback that writes or logs"
             require_error(lambda: model.predict(ROWS, verbose=0), "ConfigError", text)
@@ -337,13 +280,16 @@ def case_undo_restores_keras():
         (keras.export.ExportArchive, "write_out"),
         (layers.BatchNormalization, "_moments"),
     ]
-    before = [getattr(*place) for place in places] + [os.environ.get("WANDB_MODE")]
+
+    def found():
+        return [getattr(*place) for place in places] + [os.environ.get("WANDB_MODE")]
+
+    before = found()
     with distributed():
         model, _ = convolutional(epochs=1)
         assert keras.Model.fit is not before[0]
-    after = [getattr(*place) for place in places] + [os.environ.get("WANDB_MODE")]
-    assert all(a is b for a, b in zip(after, before, strict=True))
-    if runtime.rank() == 0:  # alone: nothing is exchanged any more
+    assert all(a is b for a, b in zip(found(), before, strict=True))
+    if tfscale.rank() == 0:  # alone: nothing is exchanged any more
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         model.fit(IMAGES[:8], CLASSES[:8], verbose=0)
         with tempfile.TemporaryDirectory() as folder:

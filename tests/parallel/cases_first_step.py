@@ -1,5 +1,7 @@
 """Training with DistributedOptimizer and without callbacks: ranks that differ are found."""
 
+from functools import partial
+
 import keras
 import tensorflow as tf
 
@@ -27,16 +29,16 @@ def fit(optimizer, seed=1, callbacks=None, data_of=data, is_built=True, **option
 
 @sizes(2, 3, timeout_s=180)
 def case_different_first_weights_are_refused():
-    own = 1 + tfscale.rank()
-    for options in (
-        {},
-        {"exchange": Sharded()},
-        {"exchange": Chunked(first_chunk_layers=1, replicated_dense=0)},
-        {"backward_passes_per_step": 2},
+    for wrapped, options in (
+        ({}, {}),
+        ({"exchange": Sharded()}, {}),
+        ({"exchange": Chunked(first_chunk_layers=1, replicated_dense=0)}, {}),
+        ({"backward_passes_per_step": 2}, {}),
+        ({}, {"is_built": False}),
+        ({}, {"run_eagerly": True}),
     ):
-        require_error(lambda o=options: fit(DistributedOptimizer(SGD(0.1), **o), own), TOLD)
-    require_error(lambda: fit(DistributedOptimizer(SGD(0.1)), own, is_built=False), TOLD)
-    require_error(lambda: fit(DistributedOptimizer(SGD(0.1)), own, run_eagerly=True), TOLD)
+        optimizer = DistributedOptimizer(SGD(0.1), **wrapped)
+        require_error(partial(fit, optimizer, 1 + tfscale.rank(), **options), TOLD)
     optimizer = DistributedOptimizer(SGD(0.1))
     require_equal_ranks(fit(optimizer).variables)
 
@@ -56,13 +58,10 @@ def case_local_variables_may_differ_from_the_start():
 def case_callbacks_of_one_rank_are_named():
     """Ranks without any wait in their first step."""
     for chosen in range(tfscale.size()):
-        has_one = tfscale.rank() == chosen
         others = ", ".join(str(r) for r in range(tfscale.size()) if r != chosen)
+        callbacks = [MetricAverageCallback()] if tfscale.rank() == chosen else []
         require_error(
-            lambda has_one=has_one: fit(
-                DistributedOptimizer(SGD(0.1)),
-                callbacks=[MetricAverageCallback()] if has_one else [],
-            ),
+            partial(fit, DistributedOptimizer(SGD(0.1)), callbacks=callbacks),
             f"Received: MetricAverageCallback on rank {chosen} and none on rank {others}. ",
         )
 

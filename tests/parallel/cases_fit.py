@@ -6,9 +6,10 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.models import functional
 from tests.helpers.ranks import StopAt, require_equal_ranks
 from tests.helpers.spawn import engine_only, sizes
-from tests.parallel.callback_models import compiled, functional, own
+from tests.parallel.cases_callbacks import compiled, own
 from tests.parallel.cases_local_sgd import agree
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from tfscale.comm import runtime
@@ -68,31 +69,33 @@ def case_buckets_travel_during_back_propagation():
     assert max(n_ended) >= 1, (n_started, n_ended)
 
 
-def stop_somewhere(stop: StopAt, expected_steps: int, **options) -> None:
+def stop_everywhere(**options) -> None:
+    """In mid-epoch, in its last batch and at its end, whatever comes first in the list."""
     model = small_model(**options)
-    x, y = samples(60)
-    data = tfscale.data.GlobalBatches(x, y, batch_size=12, seed=1)
+    data = tfscale.data.GlobalBatches(*samples(60), batch_size=12, seed=1)
     average = hvd.callbacks.MetricAverageCallback()
-    for order in ([*callbacks(), average, stop], [stop, *callbacks(), average]):
-        before = int(model.optimizer.iterations)
-        model.fit(data, epochs=4, verbose=0, callbacks=order)
-        assert int(model.optimizer.iterations) - before == expected_steps
-        assert_equal_on_all_ranks(weights(model))
+    for batch, n_steps in ((2, 5 + 3), (4, 10), (None, 10)):
+        stop = StopAt(batch)
+        for order in ([*callbacks(), average, stop], [stop, *callbacks(), average]):
+            before = int(model.optimizer.iterations)
+            model.fit(data, epochs=4, verbose=0, callbacks=order)
+            assert int(model.optimizer.iterations) - before == n_steps
+            assert_equal_on_all_ranks(weights(model))
+    model.fit(data, verbose=0, callbacks=callbacks())
+    assert_equal_on_all_ranks([data.epoch, *weights(model)])
 
 
 @sizes(2, 3, 4, timeout_s=200)
 def case_one_rank_stops_within_an_epoch_or_at_its_end():
-    stop_somewhere(StopAt(2), expected_steps=5 + 3)
-    stop_somewhere(StopAt(), expected_steps=10)
+    stop_everywhere()
 
 
 @sizes(2, 3, timeout_s=120)
 def case_one_rank_stops_while_running_eagerly():
-    stop_somewhere(StopAt(2), expected_steps=5 + 3, run_eagerly=True)
-    stop_somewhere(StopAt(), expected_steps=10, run_eagerly=True)
+    stop_everywhere(run_eagerly=True)
     tf.config.run_functions_eagerly(True)
     try:
-        stop_somewhere(StopAt(2), expected_steps=5 + 3)
+        stop_everywhere()
     finally:
         tf.config.run_functions_eagerly(False)
 
@@ -104,18 +107,9 @@ def case_terminate_on_nan():
     x, y = samples(20)
     if runtime.rank() == 0:
         y[8] = np.nan
-    model.fit(
-        x,
-        y,
-        batch_size=4,
-        shuffle=False,
-        verbose=0,
-        epochs=2,
-        callbacks=[
-            keras.callbacks.TerminateOnNaN(),
-            hvd.callbacks.BroadcastGlobalVariablesCallback(0, consistency_check=False),
-        ],
-    )
+    start = BroadcastGlobalVariablesCallback(0, consistency_check=False)
+    first = [keras.callbacks.TerminateOnNaN(), start]
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, epochs=2, callbacks=first)
     steps = int(model.optimizer.iterations)
     assert_equal_on_all_ranks(steps)
     assert 3 <= steps <= 5, steps  # of ten
@@ -147,52 +141,6 @@ def case_data_of_unknown_length_runs_out():
     assert_equal_on_all_ranks(weights(again))
 
 
-def _batches(n=24, **options):
-    x, y = own(n)  # the same on all ranks: shared out by GlobalBatches
-    x, y = tfscale.broadcast_object((x, y), 0)
-    return tfscale.data.GlobalBatches(x, y, batch_size=12, **options)
-
-
-@sizes(2, 3)
-def case_data_that_a_rank_stopped_reading_in_its_last_batch_trains_again():
-    for batch, epochs, eager in (
-        (0, 4, False),
-        (1, 4, False),
-        (None, 4, False),
-        (1, 2, True),
-        (1, 2, False),
-    ):
-        data, model = _batches(), compiled(functional())
-        model.run_eagerly = eager
-        first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-        model.fit(data, epochs=epochs, verbose=0, callbacks=[*first, StopAt(batch)])
-        model.fit(data, epochs=1, verbose=0, callbacks=first)
-        require_equal_ranks(model.weights)
-        numbers = tfscale.allgather_object(data.epoch)
-        assert set(numbers) == {numbers[0]}, numbers
-
-
-@sizes(2, 3)
-def case_steps_and_functions_outside_of_fit_go_on_together():
-    exchanges = ("allreduce", tfscale.Sharded(), tfscale.LocalSGD(tfscale.size(), interval=2))
-    for exchange in exchanges:
-        for batch in (0, 1, None):
-            data, model = _batches(), functional(has_statistics=False)
-            optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(), exchange=exchange)
-            model.compile(optimizer, "mse")
-            first = [BroadcastGlobalVariablesCallback(0)]
-            model.fit(data, epochs=4, verbose=0, callbacks=[*first, StopAt(batch)])
-            before = int(model.optimizer.iterations)
-            total = tf.function(lambda: tfscale.allreduce(tf.ones(2), op=tfscale.Sum))
-            for _ in range(2):
-                model.train_on_batch(*own(4))
-                np.testing.assert_array_equal(total(), [tfscale.size()] * 2)
-            assert int(model.optimizer.iterations) == before + 2
-            if not isinstance(exchange, tfscale.LocalSGD):
-                require_equal_ranks(model.trainable_variables)
-            model.fit(data, epochs=1, verbose=0, callbacks=first)
-
-
 @sizes(2, 3)
 def case_evaluations_within_an_epoch_that_does_not_count():
     """A rank that still runs it has none to average with: the last rank has left `fit`."""
@@ -208,13 +156,14 @@ def case_evaluations_within_an_epoch_that_does_not_count():
     results = []
     model = compiled(functional())
     first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
-    model.fit(_batches(), epochs=4, verbose=0, callbacks=[*first, StopAt(), Test()])
+    data = tfscale.data.GlobalBatches(*tfscale.broadcast_object(own(24), 0), batch_size=12)
+    model.fit(data, epochs=4, verbose=0, callbacks=[*first, StopAt(), Test()])
     assert tfscale.allgather_object(results) == [results] * tfscale.size()
     kept = model.evaluate(*own(), verbose=0, callbacks=[MetricAverageCallback()], return_dict=True)
     assert tfscale.allgather_object(kept) == [kept] * tfscale.size()
 
 
-N_BATCHES = 6
+N_BATCHES = 6  # of an epoch
 
 
 class Seen(StopAt):
@@ -226,37 +175,45 @@ class Seen(StopAt):
         self.seen.append([v.numpy() for v in self.model.weights])
 
 
-def data():
-    random = np.random.default_rng(tfscale.rank())
-    x = random.normal(size=(4 * N_BATCHES, 2)).astype("float32")
-    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+def arrays(seed: int, n_ranks: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(4 * N_BATCHES * n_ranks, 2)).astype("float32")
+    return x, x[:, :1]
 
 
 @sizes(2, 3, timeout_s=200)
 def case_one_rank_stops_amid_an_epoch():
-    """In a batch before the last ones, in the one before the last, in the last one."""
-    n = tfscale.size()
-    exchanges = ("allreduce", tfscale.Sharded(), tfscale.LocalSGD(n, 4, "allreduce"))
-    for exchange in exchanges:
-        for batch in (1, N_BATCHES - 2, N_BATCHES - 1):
-            for given in (data(), data().filter(lambda x, y: True)):
-                keras.utils.set_random_seed(3)
-                layers = [keras.layers.Dense(3), keras.layers.BatchNormalization()]
-                model = keras.Sequential([keras.Input((2,)), *layers, keras.layers.Dense(1)])
-                optimizer = tfscale.DistributedOptimizer(
-                    keras.optimizers.SGD(0.1), exchange=exchange
-                )
-                model.compile(optimizer, "mse")
-                stops = Seen(batch)
-                start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-                model.fit(
-                    given,
-                    validation_data=data(),
-                    epochs=4,
-                    verbose=0,
-                    callbacks=[start, hvd.callbacks.MetricAverageCallback(), stops],
-                )
+    """In a batch before the last ones, the one before the last, the last one, and at the end.
+
+    The next `fit`, steps outside of it and functions of one's own then continue together.
+    """
+    n, own_arrays = tfscale.size(), arrays(tfscale.rank())
+    total = tf.function(lambda: tfscale.allreduce(tf.ones(2), op=tfscale.Sum))
+    own_data = tf.data.Dataset.from_tensor_slices(own_arrays).batch(4)
+    first = [BroadcastGlobalVariablesCallback(0), MetricAverageCallback()]
+    for exchange in ("allreduce", tfscale.Sharded(), tfscale.LocalSGD(n, 4, "allreduce")):
+        keras.utils.set_random_seed(3)
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=exchange)
+        model.compile(optimizer, "mse")
+        shared = tfscale.data.GlobalBatches(*arrays(9, n), batch_size=4 * n)
+        for batch, epochs in ((1, 4), (4, 4), (5, 4), (5, 2), (None, 4)):
+            unknown = [own_data.filter(lambda x, y: True)] if exchange == "allreduce" else []
+            for given in (own_data, shared, *unknown):
+                where, stops = (exchange, batch, epochs, given), Seen(batch)
+                options = {"validation_data": own_data, "epochs": epochs, "verbose": 0}
+                model.fit(given, **options, callbacks=[*first, stops])
                 # Ranks that begin a third epoch give it up, alone with themselves.
-                assert stops.epochs[-1] <= 2, (exchange, batch, stops.epochs)
-                assert all(agree(w) for seen in stops.seen[:2] for w in seen), (exchange, batch)
-                assert all(agree(v.numpy()) for v in model.weights), (exchange, batch)
+                assert stops.epochs[-1] <= 2, (where, stops.epochs)
+                assert all(agree(w) for seen in stops.seen[:2] for w in seen), where
+                assert all(agree(v.numpy()) for v in model.weights), where
+            before = int(model.optimizer.iterations)
+            for _ in range(2):
+                model.train_on_batch(*(a[:4] for a in own_arrays))
+                np.testing.assert_array_equal(total(), [n] * 2)
+            assert int(model.optimizer.iterations) == before + 2
+            if not isinstance(exchange, tfscale.LocalSGD):
+                require_equal_ranks(model.trainable_variables)
+        model.fit(shared, verbose=0, callbacks=first)
+        assert_equal_on_all_ranks(shared.epoch)

@@ -38,8 +38,6 @@ def traced_readers(model) -> dict[str, Callable[[], Any]]:
         def method(self):
             return model(X)
 
-    holder = Holder()
-
     @tf.function
     def inner():
         return [v + 1 for v in model.trainable_variables]
@@ -48,12 +46,9 @@ def traced_readers(model) -> dict[str, Callable[[], Any]]:
     def signed(x):
         return model(x)
 
-    return {
-        "method": holder.method,
-        "inner": inner,
-        "outer": tf.function(lambda: inner()),
-        "signed": lambda: signed(tf.constant(X, tf.int32)),
-    }
+    outer = tf.function(lambda: inner())
+    signed_x = lambda: signed(tf.constant(X, tf.int32))  # noqa: E731
+    return {"method": Holder().method, "inner": inner, "outer": outer, "signed": signed_x}
 
 
 @sizes(2, 3, timeout_s=120)
@@ -70,14 +65,11 @@ def case_functions_traced_before():
 
     subject = Subject(before=trace)
     trace(subject.twin)
-    for name in ("method", "inner", "signed"):
-        assert name in subject.names, subject.names
+    assert {"method", "inner", "signed"} <= set(subject.names), subject.names
     subject.check("predict", lambda model: model.predict(X, verbose=0))
     subject.check("evaluate", lambda model: model.evaluate(X, Y, verbose=0))
-    for name in readers[id(subject.model)]:
-        # The second time what was traced again runs.
-        for _ in range(2):
-            subject.check(name, lambda model, name=name: readers[id(model)][name]())
+    for name in 2 * list(readers[id(subject.model)]):  # at last what was traced again runs
+        subject.check(name, lambda model, name=name: readers[id(model)][name]())
 
 
 @sizes(2, 3)
@@ -150,7 +142,7 @@ def case_assignments_wait_and_win():
             subject.posts.post_late(subject.step, subject.step % tfscale.size())
             write()
             tfscale.barrier()
-            assert runtime.backend()._library.call("num_pending") == 0, name
+            assert num_pending() == 0, name
             for v in variables:
                 np.testing.assert_array_equal(v.numpy(), 7.0, err_msg=name)
             # A traced assignment is told of while tracing; a raw one is not.
@@ -161,24 +153,16 @@ def case_assignments_wait_and_win():
 @sizes(2)
 def case_xla_cannot_wait():
     subject = Subject()
-    compiled = tf.function(lambda: subject.model.layers[-1].kernel + 1, jit_compile=True)
+    kernel = subject.model.layers[-1].kernel
+    compiled = tf.function(lambda: kernel + 1, jit_compile=True)
     text = outcome(compiled)
     assert "ExchangeError" in text and "jit_compile=False" in text, text
     with futures.plain(subject.model.variables):
-        np.testing.assert_array_equal(compiled(), subject.model.layers[-1].kernel.numpy() + 1)
+        np.testing.assert_array_equal(compiled(), kernel.numpy() + 1)
 
 
-@sizes(2, 3)
-def case_release_makes_ordinary_variables():
-    subject = Subject()
-    subject.posts.post_late(5, 0)
-    futures.release(subject.model.variables)
-    assert runtime.backend()._library.call("num_pending") == 0
-    for v, value in zip(subject.posts.variables, subject.posts.expected(5), strict=True):
-        assert type(v) is keras.Variable
-        np.testing.assert_array_equal(v.numpy(), value)
-    graph = tf.function(lambda: subject.model(X)).get_concrete_function().graph
-    assert not [op for op in graph.get_operations() if op.type == "TfscaleAwait"]
+def num_pending() -> int:
+    return runtime.backend()._library.call("num_pending")
 
 
 def num_failed() -> int:
@@ -208,9 +192,8 @@ def start_anew() -> None:
     runtime.start_incarnation()
 
 
-def require_values(posts: Posts, step: int, read) -> None:
-    for v, value in zip(posts.variables, posts.expected(step), strict=True):
-        np.testing.assert_array_equal(read(v).numpy(), value)
+def require_values(posts: Posts, step: int, read=lambda v: v) -> None:
+    require_identical(map(read, posts.variables), posts.expected(step))
 
 
 @sizes(2, 3)
@@ -242,7 +225,7 @@ def case_a_gather_that_is_given_up():
         assert why in outcome(posts.variables[2].numpy)
     start_anew()
     posts.run(tf.constant(3.0))
-    require_values(posts, 3, lambda v: v)
+    require_values(posts, 3)
     assert num_failed() == 0
     model.predict(X, verbose=0)
 
@@ -252,14 +235,14 @@ def case_a_failure_of_one_model_is_not_that_of_another():
     one, other = Subject(), Subject()
     other.posts.run(tf.constant(5.0))
     why = post_without_last_rank(one.posts)
-    require_values(other.posts, 5, lambda v: v)
+    require_values(other.posts, 5)
     text = outcome(one.model.get_weights)
     assert (why in text) == (tfscale.rank() < tfscale.size() - 1), text
     start_anew()
     one.posts.run(tf.constant(2.0))
     other.posts.run(tf.constant(3.0))
-    require_values(one.posts, 2, lambda v: v)
-    require_values(other.posts, 3, lambda v: v)
+    require_values(one.posts, 2)
+    require_values(other.posts, 3)
 
 
 @sizes(2, 3)
@@ -282,17 +265,25 @@ def case_nothing_is_left_of_deleted_variables():
     del variables, posts
     gc.collect()
     runtime.backend().drain()
-    assert runtime.backend()._library.call("num_pending") == 0 and num_failed() == 0
+    assert num_pending() == 0 and num_failed() == 0
 
 
 @sizes(2, 3)
-def case_release_after_a_failure():
+def case_release_makes_ordinary_variables():
+    """Also after a failure, of which it tells."""
     subject = Subject()
-    why = post_without_last_rank(subject.posts)
-    if tfscale.rank() < tfscale.size() - 1:
-        assert why in outcome(lambda: futures.release(subject.model.variables))
-    else:
-        futures.release(subject.model.variables)
-    assert all(type(v) is keras.Variable for v in subject.posts.variables)
-    require_values(subject.posts, 1, lambda v: v)
+    model, posts = subject.model, subject.posts
+    posts.post_late(5, 0)
+    futures.release(model.variables)
+    assert num_pending() == 0 and all(type(v) is keras.Variable for v in posts.variables)
+    require_identical(posts.variables, posts.expected(5))
+    graph = tf.function(lambda: model(X)).get_concrete_function().graph
+    assert not [op for op in graph.get_operations() if op.type == "TfscaleAwait"]
+
+    failed = Subject()
+    why = post_without_last_rank(failed.posts)
+    text = outcome(lambda: futures.release(failed.model.variables))
+    assert (why in text) == (tfscale.rank() < tfscale.size() - 1), text
+    assert all(type(v) is keras.Variable for v in failed.posts.variables)
+    require_values(failed.posts, 1)
     start_anew()

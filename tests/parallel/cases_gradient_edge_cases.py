@@ -8,7 +8,13 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_equal_ranks, require_error, require_identical
+from tests.helpers.ranks import (
+    StopAt,
+    require_close,
+    require_equal_ranks,
+    require_error,
+    require_identical,
+)
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import EmbeddingModel, float64
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, ParameterAveraging
@@ -145,17 +151,14 @@ def case_vectorised_layers_send_weight_gradients():
 @sizes(2, 3, timeout_s=60)
 def case_sparse_gradients_of_any_length_in_eager_steps():
     """Enough rows for a dense sum on one rank, too few on another: all do the same."""
-    rank, size = tfscale.rank(), tfscale.size()
     table = keras.Variable(np.zeros((16, 2)), dtype="float32")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
-    rows = [r % 16 for r in range(24 if rank == 0 else 4)]
-    ones = tf.ones([len(rows), 2])
-    optimizer.apply([tf.IndexedSlices(ones, tf.constant(rows), tf.constant([16, 2]))], [table])
-    expected = np.zeros((16, 2), np.float32)
-    for other in range(size):
-        for r in range(24 if other == 0 else 4):
-            expected[r % 16] -= 1.0 / size
-    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
+    every = [np.arange(4 if rank else 24) % 16 for rank in range(tfscale.size())]
+    rows = every[tfscale.rank()]
+    own = tf.IndexedSlices(tf.ones([len(rows), 2]), tf.constant(rows), tf.constant([16, 2]))
+    optimizer.apply([own], [table])
+    expected = np.bincount(np.concatenate(every), minlength=16)[:, np.newaxis] / -tfscale.size()
+    np.testing.assert_allclose(table.numpy(), np.repeat(expected, 2, 1), rtol=1e-6)
 
 
 @sizes(2, timeout_s=60)
@@ -170,15 +173,12 @@ def case_embeddings_do_not_keep_other_gradients_waiting():
     model.fit(x, np.ones((BATCH, 3)), batch_size=4, verbose=0, callbacks=[Callback()])
     events = listener.take()
     listener.close()
-    of_steps = events[events["plan"] >= 0]
-    names: dict[tuple[int, int], str] = {}
-    for event in of_steps:
-        key = int(event["plan"]), int(event["slot"])
-        names[key] = runtime.backend().slot_name(*key)
+    keys = {(int(e["plan"]), int(e["slot"])) for e in events[events["plan"] >= 0]}
+    names = {key: runtime.backend().slot_name(*key) for key in keys}
     sparse = [key for key, name in names.items() if "embedding" in name]
     assert sparse, names
-    plan = sparse[0][0]
-    others = [slot for (p, slot), name in names.items() if p == plan and "embedding" not in name]
+    others = keys - set(sparse)
+    others = [slot for plan, slot in others if plan == sparse[0][0]]
     assert others and min(slot for _, slot in sparse) > max(others), names
 
 
@@ -200,13 +200,9 @@ def case_sharded_parameters_are_keras_variables():
 
 @sizes(2, timeout_s=120)
 def case_averaging_at_the_end_of_training_that_stops_early():
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.stop_training = epoch == 1
-
     averaging = ParameterAveraging("end")
     start = BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")
-    callbacks = [start, averaging, Stop()]
+    callbacks = [start, averaging, StopAt(rank=tfscale.rank())]
     model = trained(keras.optimizers.SGD(0.1), epochs=5, callbacks=callbacks)
     assert averaging.n_averages == 1
     require_equal_ranks(model.trainable_variables)

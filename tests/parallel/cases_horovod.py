@@ -17,7 +17,7 @@ from tests.helpers.ranks import (
     values_of,
 )
 from tests.helpers.spawn import sizes
-from tfscale.comm import runtime
+from tests.parallel.cases_equality import densify
 
 BATCH, STEPS, WORDS = 4, 4, 12
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -59,15 +59,6 @@ def fit_as_one_process(optimizer):
     return fit(compiled(optimizer), data, BATCH * hvd.size())
 
 
-def dense_gradients(optimizer):
-    """Let Keras see dense gradients: its rules go wrong where an index of a sparse one repeats."""
-    apply = optimizer.apply
-    optimizer.apply = lambda grads, trainable_variables=None: apply(
-        [tf.convert_to_tensor(g) for g in grads], trainable_variables
-    )
-    return optimizer
-
-
 def check_equal_to_one_process(model, reference):
     require_equal_ranks([*model.variables, *model.optimizer.variables])
     require_close(model.variables, reference.variables, rtol=1e-10, atol=1e-12)
@@ -95,22 +86,9 @@ def case_sparse_as_dense():
         model = fit(compiled(ours))
         require_equal_ranks([*model.variables, *model.optimizer.variables])
         if sparse_as_dense and hvd.size() > 1:
-            reference = fit_as_one_process(dense_gradients(keras.optimizers.RMSprop(0.05)))
-            check_equal_to_one_process(model, reference)
-
-
-def case_sparse_gradients_with_aggregation():
-    """Two passes of half the batch are one of the whole."""
-    for sparse_as_dense in (True, False):
-        optimizer = hvd.DistributedOptimizer(
-            SGD(0.05, momentum=0.9),
-            sparse_as_dense=sparse_as_dense,
-            backward_passes_per_step=2,
-            average_aggregated_gradients=True,
-        )
-        model = fit(compiled(optimizer), batch=BATCH // 2)
-        assert int(optimizer.iterations) == 2 * STEPS * 2
-        check_equal_to_one_process(model, fit_as_one_process(SGD(0.05, momentum=0.9)))
+            alone = keras.optimizers.RMSprop(0.05)
+            densify(alone)
+            check_equal_to_one_process(model, fit_as_one_process(alone))
 
 
 class Halved(SGD):
@@ -166,28 +144,6 @@ def case_loaded_optimizer_weights_are_broadcast():
     require_equal_ranks([*model.variables, *model.optimizer.variables])
 
 
-@sizes(2, 3, 4)
-def case_process_set_in_fit():
-    """Even ranks stay equal among themselves; the others train alone."""
-    rank = hvd.rank()
-    even = hvd.add_process_set(range(0, hvd.size(), 2))
-    model = fit(compiled(hvd.DistributedOptimizer(SGD(0.05), process_set=even)))
-    alone = fit(compiled(SGD(0.05)))
-    every = tfscale.allgather_object(values_of(model.variables))
-    for other in range(hvd.size()):
-        is_same = all((a == b).all() for a, b in zip(every[rank], every[other], strict=True))
-        assert is_same == (other == rank or (other % 2 == 0 and rank % 2 == 0)), (rank, other)
-    if rank % 2 or len(even.ranks) == 1:
-        require_close(every[rank], alone.variables, rtol=1e-10, atol=0)
-
-
-@sizes(2, 3)
-def case_the_global_set_knows_its_ranks():
-    everyone = hvd.global_process_set
-    assert everyone.ranks == list(range(runtime.size()))
-    assert everyone.process_set_id == 0
-
-
 @sizes(2)
 def case_only_the_root_pickles():
     own = {"rate": 0.5} if tfscale.rank() == 0 else threading.Lock()
@@ -197,13 +153,11 @@ def case_only_the_root_pickles():
 @sizes(1, 2)
 def case_sparse_sums_of_integers():
     rank, size = tfscale.rank(), tfscale.size()
+    dense = 2 * np.arange(1, size + 1)[:, np.newaxis]
+    dense[0] += 4 * size
     for dtype in (tf.int32, tf.int64):
         values = tf.constant([[2 * (rank + 1)], [4]], dtype)
         slices = tf.IndexedSlices(values, tf.constant([rank, 0]), tf.constant([size, 1]))
-        dense = np.zeros((size, 1), int)
-        for other in range(size):
-            dense[other] += 2 * (other + 1)
-            dense[0] += 4
         total = tf.convert_to_tensor(tfscale.allreduce(slices, op=tfscale.Sum))
         np.testing.assert_array_equal(total, dense)
         mean = tf.convert_to_tensor(tfscale.allreduce(slices, op=tfscale.Average))
@@ -215,10 +169,7 @@ def case_sparse_sums_of_integers():
 def case_rows_that_no_split_names_are_refused():
     """Known when the function runs only: the number of rows was unknown as it was traced."""
 
-    @tf.function(input_signature=[tf.TensorSpec([None, 4])])
-    def exchange(x):
-        return tfscale.alltoall(x)
-
+    exchange = tf.function(tfscale.alltoall, input_signature=[tf.TensorSpec([None, 4])])
     rows = np.asarray(exchange(tf.fill([6, 4], float(tfscale.rank()))))
     np.testing.assert_array_equal(rows[:, 0], [0, 0, 0, 1, 1, 1])
     require_error(lambda: exchange(tf.zeros([7, 4])), "splits")

@@ -77,29 +77,26 @@ def case_what_no_backup_knows_begins_with_the_average():
 
 @sizes(2, timeout_s=120)
 def case_distances_go_on_and_an_interval_is_what_the_program_says():
-    def run(*more, interval=2):
-        record = ModelDistance(places.pop())
+    def run(*more, interval=2, place=None):
+        record = ModelDistance(place)
         train([*more, record], 4, tfscale.LocalSGD(2, interval, "allreduce"))
-        return record
+        return record.distances
 
     with float64(), shared_folder() as folder:
-        other, first = folder / "other", folder / "first"
-        places = [other, first, first]
-        run(BackupAndRestore(folder / "backup"), InterruptAt(1))
-        record = run(BackupAndRestore(folder / "backup"))  # the second epoch is made again
-        assert record.distances == run().distances[2:] and len(record.distances) == 8
+        places = first, other = folder / "first", folder / "other"
+        run(BackupAndRestore(folder / "backup"), InterruptAt(1), place=first)
+        rest = run(BackupAndRestore(folder / "backup"), place=first)  # the second epoch again
+        assert rest == run(place=other)[2:] and len(rest) == 8
         tfscale.barrier()
-        lines = [read_json_lines(path / "distance.jsonl") for path in (first, other)]
+        lines = [read_json_lines(path / "distance.jsonl") for path in places]
         for line in (*lines[0], *lines[1]):
             line["layers"] = list(line["layers"].values())  # this process has counted the names
         assert lines[0] == lines[1] and len(lines[0]) == 10, lines
         tfscale.barrier()
-        places = [None, None]
         run(BackupAndRestore(folder / "second"), InterruptAt(1), interval=8)
-        record = run(BackupAndRestore(folder / "second"), interval=5)
-        steps = [step for step, _ in record.distances]
+        rest = run(BackupAndRestore(folder / "second"), interval=5)
         # Five steps were made of an interval that had eight.
-        assert steps == [6, 11, 16], steps
+        assert [step for step, _ in rest] == [6, 11, 16], rest
 
 
 @sizes(2, timeout_s=120)

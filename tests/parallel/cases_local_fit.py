@@ -6,47 +6,39 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import outcome, shared_folder
+from tests.helpers.ranks import float64, require_error, shared_folder
 from tests.helpers.spawn import engine_only, sizes
-from tests.parallel.cases_equality import OPTIMIZERS, dense_model, float64
-from tests.parallel.cases_local_options import SGD, LocalSGD, distributed, own_fit, start
+from tests.parallel.cases_equality import OPTIMIZERS
+from tests.parallel.cases_local_options import SGD, LocalSGD, distributed, model_of, own_fit, start
 from tests.parallel.cases_local_sgd import agree, compare, train
-from tests.parallel.local_sgd_reference import BATCH, STEPS, samples, train_by_hand
+from tests.parallel.local_sgd_reference import STEPS, train_by_hand
 from tfscale.comm import runtime
-
-
-@sizes(2, timeout_s=60)
-def case_groups_need_a_callback_that_unites_them():
-    model = dense_model()
-    x, y = samples()
-    model.compile(distributed(SGD(0.1), LocalSGD(2, 4, "allreduce")), "mse")
-    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH)
-    text = outcome(
-        lambda: model.fit(data, verbose=0, callbacks=[hvd.callbacks.MetricAverageCallback()])
-    )
-    assert "Received: exchange=LocalSGD without one. Pass tfscale.callbacks.Sync" in text, text
 
 
 @sizes(2, timeout_s=100)
 def case_what_would_show_one_groups_model_is_refused_on_all():
+    """On one rank only; and groups whom no callback unites."""
     for callback, text in (
         (keras.callbacks.SwapEMAWeights(), "Received: SwapEMAWeights, which"),
         (keras.callbacks.ModelCheckpoint("never.keras", save_freq=3), "save_freq=3). Use save_fr"),
         (tfscale.callbacks.ModelCheckpoint("never.keras", save_freq=3), "Received: ModelCheck"),
     ):
         given = [callback] if tfscale.rank() == 0 else []
-        rule = SGD(0.1, use_ema=True)
-        found = outcome(
-            lambda r=rule, g=given: train(lambda: r, LocalSGD(2, 4, "allreduce"), callbacks=g)
+        rule, strategy = SGD(0.1, use_ema=True), LocalSGD(2, 4, "allreduce")
+        require_error(
+            lambda r=rule, g=given, s=strategy: train(lambda: r, s, callbacks=g),
+            *("ConfigError", text),
         )
-        assert text in found and found.startswith("ConfigError"), found
+    average = hvd.callbacks.MetricAverageCallback()
+    optimizer = distributed(SGD(0.1), LocalSGD(2, 4, "allreduce"))
+    text = "Received: exchange=LocalSGD without one. Pass tfscale.callbacks.Sync"
+    require_error(
+        lambda: own_fit(normalised(keras.layers.BatchNormalization()), optimizer, average), text
+    )
 
 
 def normalised(layer):
-    keras.utils.set_random_seed(5)
-    return keras.Sequential(
-        [keras.Input((2,)), keras.layers.Dense(3), layer, keras.layers.Dense(1)]
-    )
+    return model_of(lambda: [keras.layers.Dense(3), layer, keras.layers.Dense(1)])
 
 
 class Validated(keras.callbacks.Callback):
@@ -67,24 +59,15 @@ def case_validation_sees_the_average_whether_the_length_is_known_or_not():
     x = np.random.default_rng(4).normal(size=(24 * n, 2)).astype("float32")
     own = slice(24 * tfscale.rank(), 24 * tfscale.rank() + 24)
     data = tf.data.Dataset.from_tensor_slices((x[own], x[own, :1])).batch(4)
-    unknown = data.filter(lambda x, y: True)
     results = []
-    for given in (data, unknown):
+    for given in (data, data.filter(lambda x, y: True)):
         for exchange in (LocalSGD(n, 4, "allreduce"), None):  # None: ParameterAveraging
-            model = normalised(keras.layers.BatchNormalization(momentum=0.5))
+            model, watch = normalised(keras.layers.BatchNormalization(momentum=0.5)), Validated()
             unite = [] if exchange else [tfscale.callbacks.ParameterAveraging()]
             model.compile(distributed(SGD(0.1), exchange) if exchange else SGD(0.1), "mse")
-            begin = hvd.callbacks.BroadcastGlobalVariablesCallback(
-                0, consistency_check=exchange is not None
-            )
-            watch = Validated()
-            history = model.fit(
-                given,
-                validation_data=(x, x[:, :1]),
-                epochs=2,
-                verbose=0,
-                callbacks=[begin, *unite, watch],
-            )
+            begin = start(consistency_check=exchange is not None)
+            validation = {"validation_data": (x, x[:, :1]), "callbacks": [begin, *unite, watch]}
+            history = model.fit(given, epochs=2, verbose=0, **validation)
             assert watch.agreed == [True, True], (given, exchange)
             seen = model.evaluate(x, x[:, :1], verbose=0)
             np.testing.assert_allclose(history.history["val_loss"][-1], seen, rtol=1e-5)
@@ -92,52 +75,46 @@ def case_validation_sees_the_average_whether_the_length_is_known_or_not():
     np.testing.assert_allclose(results[2:], results[:2], rtol=1e-6)
 
 
-@sizes(4, timeout_s=120)
-def case_synchronised_statistics_are_those_of_a_group():
-    """Two groups of two ranks, or of all ranks until groups form."""
-    for begin, sizes_of_sets in (("immediately", [2]), (1, [4, 2])):
-        found = []
+class Spy(tfscale.SyncBatchNormalization):
+    """Notes how many ranks share its statistics."""
 
-        class Spy(tfscale.SyncBatchNormalization):
-            def _moments(self, inputs, mask):
-                found.append(self._process_set.size())  # noqa: B023
-                return super()._moments(inputs, mask)
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
 
-        model = normalised(Spy())
-        strategy = LocalSGD(2, 100, "allreduce", start=begin)
-        watch = Watch()
-        own_fit(model, distributed(SGD(0.1), strategy), start(), watch, epochs=2)
-        assert list(dict.fromkeys(found)) == sizes_of_sets, found
-        every = tfscale.allgather_object(watch.statistics)
-        assert np.array_equal(every[0], every[1]) and np.array_equal(every[2], every[3])
-        assert not np.array_equal(every[0], every[2])
+    def _moments(self, inputs, mask):
+        self.note(self._process_set.size())
+        return super()._moments(inputs, mask)
 
 
-@sizes(4, timeout_s=120)
-def case_statistics_are_those_of_a_group_behind_a_restart():
-    """Groups had begun before the checkpoint, which forms them before the first epoch."""
-    found = []
-
-    class Spy(tfscale.SyncBatchNormalization):
-        def _moments(self, inputs, mask):
-            found.append(self._process_set.size())
-            return super()._moments(inputs, mask)
-
-    with shared_folder() as folder:
-        for epochs, expected in ((2, [4, 2]), (3, [2])):
-            found.clear()
-            optimizer = distributed(SGD(0.1), LocalSGD(2, 100, "allreduce", start=1))
-            checkpoint = tfscale.callbacks.Checkpoint(folder)
-            own_fit(normalised(Spy()), optimizer, checkpoint, start(), epochs=epochs)
-            assert [n for n in dict.fromkeys(found)] == expected, found
-
-
-class Watch(keras.callbacks.Callback):
+class Statistics(keras.callbacks.Callback):
     """Keeps the moving variance after the third step of the last epoch."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 2:
-            self.statistics = self.model.layers[1].moving_variance.numpy()
+            self.found = self.model.layers[1].moving_variance.numpy()
+
+
+@sizes(4, timeout_s=120)
+def case_synchronised_statistics_are_those_of_a_group():
+    """Two groups of two ranks, or of all ranks until groups form; also after a restart.
+
+    Groups had begun before the last checkpoint, which forms them before the first epoch.
+    """
+    with shared_folder() as folder:
+        for begin, epochs, more, sizes_of_sets in (
+            ("immediately", 2, [], [2]),
+            (1, 2, [tfscale.callbacks.Checkpoint(folder)], [4, 2]),
+            (1, 3, [tfscale.callbacks.Checkpoint(folder)], [2]),
+        ):
+            found, statistics = [], Statistics()
+            optimizer = distributed(SGD(0.1), LocalSGD(2, 100, "allreduce", start=begin))
+            callbacks = [*more, start(), statistics]
+            own_fit(normalised(Spy(found.append)), optimizer, *callbacks, epochs=epochs)
+            assert list(dict.fromkeys(found)) == sizes_of_sets, found
+            every = tfscale.allgather_object(statistics.found)
+            assert np.array_equal(every[0], every[1]) and np.array_equal(every[2], every[3])
+            assert not np.array_equal(every[0], every[2])
 
 
 @sizes(2, timeout_s=120)
@@ -146,18 +123,14 @@ def case_groups_part_behind_the_first_step_at_a_lower_rate():
     half = {"initial_lr": 0.1, "multiplier": lambda epoch: 0.1 if epoch else 1.0}
     piecewise = keras.optimizers.schedules.PiecewiseConstantDecay([STEPS], [0.1, 0.01])
     ways = (
-        ([keras.callbacks.LearningRateScheduler(lambda e, r: 0.01 if e else 0.1)], None),
-        ([hvd.callbacks.LearningRateScheduleCallback(**half)], None),
+        ([keras.callbacks.LearningRateScheduler(lambda e, r: 0.01 if e else 0.1)], 0.1),
+        ([hvd.callbacks.LearningRateScheduleCallback(**half)], 0.1),
         ([], piecewise),
     )
-    for callbacks, schedule in ways:
+    for callbacks, rate in ways:
         watch = Parted()
         strategy = LocalSGD(2, 4, "allreduce", start="after_first_decay")
-
-        def rule(given=schedule):
-            return SGD(0.1 if given is None else given)
-
-        train(rule, strategy, epochs=2, callbacks=[*callbacks, watch])
+        train(lambda r=rate: SGD(r), strategy, epochs=2, callbacks=[*callbacks, watch])
         # One step of the second epoch is together; the first of those apart shows it.
         assert watch.apart == STEPS + 1, (callbacks, watch.apart)
 
@@ -180,33 +153,23 @@ def within():
     return tfscale.Sharded() if tfscale.size() > 2 else "allreduce"
 
 
-class CountSteps(keras.callbacks.Callback):
-    def __init__(self):
+class StopAt(keras.callbacks.Callback):
+    """Stops training after a step, counted over epochs, on the last rank; counts steps.
+
+    None stops it on rank 0, at the end of the first epoch.
+    """
+
+    def __init__(self, step=None):
         super().__init__()
-        self.steps = 0
+        self.last, self.steps = step, 0
 
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
-
-
-class StopAt(CountSteps):
-    """Stops training after a step, counted over epochs; on the last rank only."""
-
-    def __init__(self, step):
-        super().__init__()
-        self.last = step
-
-    def on_train_batch_end(self, batch, logs=None):
-        super().on_train_batch_end(batch, logs)
         if self.steps == self.last and tfscale.rank() == tfscale.size() - 1:
             self.model.stop_training = True
 
-
-class StopBetween(CountSteps):
-    """Stops training at the end of the first epoch, on rank 0 only."""
-
     def on_epoch_end(self, epoch, logs=None):
-        if tfscale.rank() == 0:
+        if self.last is None and tfscale.rank() == 0:
             self.model.stop_training = True
 
 
@@ -220,7 +183,7 @@ def forget_the_stop():
 def ends_at(interval, n_steps, callback, **options):
     """All ranks have made so many steps and hold the average of groups that did."""
     strategy = tfscale.LocalSGD(2, interval, within(), **options)
-    model = train(OPTIMIZERS["momentum"], strategy, 3, callbacks=[callback])
+    model = train("momentum", strategy, 3, callbacks=[callback])
     assert set(tfscale.allgather_object(callback.steps)) == {n_steps}
     compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, interval, n_steps, **options))
     forget_the_stop()
@@ -240,9 +203,9 @@ def case_a_stop_amid_an_interval_waits_for_the_average():
 def case_one_rank_stops_between_epochs():
     """The others do not begin the next one, in whose first steps they would be alone."""
     with float64():
-        counted = StopBetween()
+        counted = StopAt()
         strategy = tfscale.LocalSGD(2, 7, within())
-        model = train(OPTIMIZERS["momentum"], strategy, 3, callbacks=[counted])
+        model = train("momentum", strategy, 3, callbacks=[counted])
         assert counted.steps == STEPS + (tfscale.rank() != 0)  # Keras counts what is given up
         compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, 7))
         forget_the_stop()

@@ -9,35 +9,23 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import (
-    require_close,
-    require_equal_ranks,
-    require_identical,
-    shared_folder,
-    values_of,
-)
+from tests.helpers.ranks import require_identical, shared_folder, values_of
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_backup import interrupt_and_go_on
-from tests.parallel.cases_equality import OPTIMIZERS, float64
+from tests.parallel.cases_equality import float64
 from tests.parallel.cases_local_fit import StopAt, ends_at
-from tests.parallel.cases_local_sgd import require_layers, train
+from tests.parallel.cases_local_sgd import ALLREDUCE, check, train
 from tests.parallel.checkpoint_runs import Run, forget_after
-from tests.parallel.local_sgd_reference import BATCH, STEPS, ByHand, bf16_mean, samples
+from tests.parallel.local_sgd_reference import BATCH, STEPS, bf16_mean, samples
 from tfscale.callbacks import ModelDistance, local_models
 from tfscale.files import read_json_lines
 from tfscale.optimizer.overlapped_averaging import OverlappedAverage
 
 OUTER = keras.optimizers.SGD(0.7, momentum=0.9)
 BF16 = {"compression": tfscale.Compression.bf16}
-TABLE = (
-    # Options of LocalSGD, and the optimizer.
-    ({"interval": 3, "overlap": 2}, "momentum"),
-    ({"interval": 4, "fragments": 2, "overlap": 1, "within": "allreduce"}, "adam"),
-    ({"interval": 4, "fragments": 3, "overlap": 3}, "momentum"),
-    ({"interval": 2, "fragments": 2}, "momentum"),
-    ({"interval": 3, "overlap": 1, "merge": 0.25, "within": "allreduce"}, "sgd"),
-    ({"interval": 4, "fragments": 2, "overlap": 2, "outer": OUTER}, "sgd"),
-)
+HALVES = {"interval": 4, "fragments": 2, "overlap": 2}
+SHRINKING = tfscale.AdaptiveInterval(start=8, least=2)
+GROWING = tfscale.GrowingInterval(start=3, growth=0.5, most=6)
 
 
 def decaying():
@@ -54,47 +42,37 @@ def bad_samples():
     return x, y
 
 
-def compare_with_single_processes(options, make, epochs=2, data=None, passes=1, mean=None, **more):
-    # Within groups of several ranks gradients would have 16 bits, too.
-    groups = 2 if tfscale.size() == 4 and mean is None else tfscale.size()
-    strategy, record = tfscale.LocalSGD(groups, **options), ModelDistance()
-    model = train(make, strategy, epochs, [record], data, **more)
-    by_hand = ByHand(make, groups, strategy, data, passes, mean)
-    require_close(model.trainable_variables, by_hand.train(epochs * STEPS // passes))
-    require_equal_ranks(model.trainable_variables)
-    found = [distance for _, distance in record.distances]
-    assert len(found) >= 3, found
-    np.testing.assert_allclose(found, by_hand.distances[: len(found)], rtol=1e-9)
-    require_layers(model, by_hand.layer_distances[len(found) - 1])
-    return by_hand
+TABLE = (
+    # Options of LocalSGD, the optimizer, epochs, and what else `check` is given.
+    ({"interval": 3, "overlap": 2}, "momentum", 2, {}),
+    ({"interval": 4, "fragments": 2, "overlap": 1, **ALLREDUCE}, "adam", 2, {}),
+    ({"interval": 4, "fragments": 3, "overlap": 3}, "momentum", 2, {}),
+    ({"interval": 2, "fragments": 2}, "momentum", 2, {}),
+    ({"interval": 3, "overlap": 1, "merge": 0.25, **ALLREDUCE}, "sgd", 2, {}),
+    ({**HALVES, "outer": OUTER}, "sgd", 2, {}),
+    # Intervals that change, groups that form later, cycles, skipped steps, changes in 16 bits.
+    ({"interval": SHRINKING, "fragments": 2, "overlap": 1}, "momentum", 4, {}),
+    ({"interval": GROWING, "fragments": 2, "overlap": 2}, "momentum", 3, {}),
+    ({**HALVES, "start": 1}, "momentum", 3, {}),
+    ({**HALVES, "start": "after_first_decay"}, decaying, 3, {}),
+    (
+        *(HALVES, "momentum", 4),
+        {"passes": 2, "backward_passes_per_step": 2, "average_aggregated_gradients": True},
+    ),
+    (HALVES, "momentum", 2, {"data": bad_samples(), "nonfinite": "skip"}),
+    (HALVES, "momentum", 2, {"mean": bf16_mean, **BF16}),
+)
 
 
 @sizes(2, 3, 4, timeout_s=400)
 def case_averages_on_their_way_equal_single_processes():
     with float64():
-        for options, name in TABLE:
-            compare_with_single_processes(options, OPTIMIZERS[name])
-
-
-@sizes(2, 3, 4, timeout_s=400)
-def case_averages_on_their_way_together_with_other_options():
-    """Intervals that change, groups that form later, cycles, skipped steps, changes in 16 bits."""
-    halves = {"interval": 4, "fragments": 2, "overlap": 2}
-    momentum = OPTIMIZERS["momentum"]
-    with float64():
-        shrinking = tfscale.AdaptiveInterval(start=8, least=2)
-        options = {"interval": shrinking, "fragments": 2, "overlap": 1}
-        assert compare_with_single_processes(options, momentum, epochs=4).interval < 4
-        growing = tfscale.GrowingInterval(start=3, growth=0.5, most=6)
-        options = {"interval": growing, "fragments": 2, "overlap": 2}
-        assert compare_with_single_processes(options, momentum, epochs=3).interval == 6
-        compare_with_single_processes({**halves, "start": 1}, momentum, epochs=3)
-        options = {**halves, "start": "after_first_decay"}
-        compare_with_single_processes(options, decaying, epochs=3)
-        cycles = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
-        compare_with_single_processes(halves, momentum, epochs=4, passes=2, **cycles)
-        compare_with_single_processes(halves, momentum, data=bad_samples(), nonfinite="skip")
-        compare_with_single_processes(halves, momentum, mean=bf16_mean, **BF16)
+        for options, rule, epochs, more in TABLE:
+            # Within groups of several ranks gradients would have 16 bits, too.
+            groups = 2 if tfscale.size() == 4 and "mean" not in more else tfscale.size()
+            by_hand = check(options, rule, epochs, groups=groups, **more)
+            assert options["interval"] is not SHRINKING or by_hand.interval < 4
+            assert options["interval"] is not GROWING or by_hand.interval == 6
 
 
 @engine_only("ranks ask each other before each step, and stop at once")
@@ -152,15 +130,15 @@ def case_what_is_equal_after_every_average():
     parts = {"interval": 4, "fragments": 2}
     for options, more in (
         ({"interval": 3}, {}),
-        ({"interval": 3, "within": "allreduce"}, {}),
+        ({"interval": 3, **ALLREDUCE}, {}),
         (parts, {}),
-        ({**parts, "overlap": 3, "merge": 0.0, "within": "allreduce"}, {}),
+        ({**parts, "overlap": 3, "merge": 0.0, **ALLREDUCE}, {}),
         ({**parts, "overlap": 2, "outer": OUTER}, {}),
-        ({**parts, "overlap": 1, "within": "allreduce"}, BF16),
+        ({**parts, "overlap": 1, **ALLREDUCE}, BF16),
     ):
         equal = EqualAfterAverages()
         equal.gives_all = not options.get("overlap") or options.get("merge") == 0.0
-        train(OPTIMIZERS["momentum"], tfscale.LocalSGD(2, **options), 2, [equal], **more)
+        train("momentum", tfscale.LocalSGD(2, **options), 2, [equal], **more)
         assert equal.n_averages >= 2 * STEPS // 4 - 1, options
 
 
@@ -187,7 +165,7 @@ def case_a_rank_that_is_late_changes_no_bit():
         results = []
         for late in (0, n - 1, n - 1):
             record, strategy = ModelDistance(), tfscale.LocalSGD(2, 4, **options)
-            model = train(OPTIMIZERS["adam"], strategy, 2, [Delays(late), record], **more)
+            model = train("adam", strategy, 2, [Delays(late), record], **more)
             average = model.optimizer.group_average
             own = values_of([*model.trainable_variables, *average.variables])
             results.append([*own, np.array(record.distances)])
@@ -199,22 +177,22 @@ def case_a_rank_that_is_late_changes_no_bit():
 def case_what_is_on_its_way_survives_an_interruption():
     """Five steps in an epoch: the third epoch begins with averages on their way."""
     options = {"interval": 4, "fragments": 2, "overlap": 3}
-    for within in ("allreduce", tfscale.Sharded()):
-        interrupt_and_go_on(lambda w=within: tfscale.LocalSGD(2, within=w, **options))
-    bf16 = tfscale.Compression.bf16
-    interrupt_and_go_on(lambda: tfscale.LocalSGD(2, **options), compression=bf16)
+    interrupt_and_go_on(lambda: tfscale.LocalSGD(2, **options, **ALLREDUCE))
+    interrupt_and_go_on(lambda: tfscale.LocalSGD(2, **options), **BF16)
 
 
 @sizes(2, timeout_s=100)
 def case_an_overlap_is_measured_once_and_is_the_same_on_all_ranks():
-    """Small averages take less than a step."""
-    strategy = tfscale.LocalSGD(2, 5, "allreduce", overlap="auto")
-    with float64():
-        model = train(OPTIMIZERS["sgd"], strategy, epochs=4)
-        average = model.optimizer.group_average
+    """Small averages take less than a step.
+
+    In one execution of several steps three averages are over before any step was timed.
+    """
+    for at_once in (1, STEPS):
+        strategy = tfscale.LocalSGD(2, 5 if at_once == 1 else 2, "allreduce", overlap="auto")
+        average = train("sgd", strategy, epochs=4, at_once=at_once).optimizer.group_average
         own = float(average.steps_per_average.numpy()), int(average.overlap.numpy())
         chosen = tfscale.allgather_object(own)
-    assert chosen[0] == chosen[1] and chosen[0][0] > 0 and 1 <= chosen[0][1] <= 4, chosen
+        assert chosen[0] == chosen[1] and chosen[0][0] > 0 and 1 <= chosen[0][1] <= 4, chosen
 
 
 def averages_take(n_steps):
@@ -238,7 +216,7 @@ class Overlaps(keras.callbacks.Callback):
         self.found.append(int(overlap.numpy()))
 
 
-AUTO = {"interval": 3, "within": "allreduce", "fragments": 3, "overlap": "auto"}
+AUTO = {"interval": 3, "fragments": 3, "overlap": "auto", **ALLREDUCE}
 
 
 @sizes(2, timeout_s=200)
@@ -272,11 +250,3 @@ def case_a_measured_overlap_is_recorded_and_survives_a_restart():
         given = Run(exchange=tfscale.LocalSGD(2, **{**AUTO, "overlap": 1}))
         given.train(folder / "saved", ModelDistance(), seen, keep=99)
         assert seen.found == [1] * 8, seen.found
-
-
-@sizes(2, timeout_s=60)
-def case_an_overlap_is_measured_where_several_steps_are_one_execution():
-    """Three averages are over with the first execution, in which no step was timed."""
-    strategy = tfscale.LocalSGD(2, 2, "allreduce", overlap="auto")
-    model = train(OPTIMIZERS["sgd"], strategy, 2, at_once=STEPS)
-    assert float(model.optimizer.group_average.steps_per_average) > 0

@@ -5,19 +5,16 @@ import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import (
-    require_close,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-    values_of,
-)
+from tests.helpers.ranks import require_close, require_equal_ranks, require_identical, values_of
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_equality import LAYERWISE, OPTIMIZERS, dense_model, float64
 from tests.parallel.local_sgd_reference import BATCH, STEPS, ByHand, samples, train_by_hand
 from tfscale.callbacks import LearningRateScaling, ModelDistance
 from tfscale.comm import runtime
 from tfscale.plan.buckets import owner_of
+
+RULES = {**OPTIMIZERS, **LAYERWISE}
+ALLREDUCE = {"within": "allreduce"}
 
 
 def train(
@@ -26,7 +23,7 @@ def train(
     keras.utils.set_random_seed(3)
     x, y = data or samples()
     model = build()
-    optimizer = hvd.DistributedOptimizer(make(), exchange=strategy, **options)
+    optimizer = hvd.DistributedOptimizer(RULES.get(make, make)(), exchange=strategy, **options)
     model.compile(optimizer, loss="mse", steps_per_execution=at_once)
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
@@ -39,72 +36,96 @@ def compare(model, expected):
     require_equal_ranks(model.trainable_variables)
 
 
-def require_layers(model, expected):
-    """The last distance of each layer, in the order of the model, is as expected."""
+def check(
+    options,
+    rule,
+    epochs=1,
+    *,
+    groups=2,
+    callbacks=(),
+    data=None,
+    passes=1,
+    mean=None,
+    rate_of=None,
+    **more,
+):
+    """Compare weights and distances, of layers too, with groups by hand; return these."""
+    make, strategy, record = (
+        RULES.get(rule, rule),
+        tfscale.LocalSGD(groups, **options),
+        ModelDistance(),
+    )
+    model = train(make, strategy, epochs, [*callbacks, record], data, **more)
+    by_hand = ByHand(make, groups, strategy, data, passes, mean, rate_of)
+    compare(model, by_hand.train(epochs * STEPS // passes))
+    steps, distances = zip(*record.distances, strict=True)
+    # Averages that are on their way at the end, or to be read with the next, have no distance yet.
+    assert len(distances) >= (3 if strategy.overlap else len(by_hand.distances)), distances
+    assert agree(distances)
+    np.testing.assert_allclose(distances, by_hand.distances[: len(distances)], rtol=1e-9)
+    if strategy.fragments == 1 and not strategy.overlap:
+        assert list(steps) == [passes * step for step in by_hand.steps]
     average = model.optimizer.group_average
     found = dict(zip(average.layers, average.layer_distances.numpy(), strict=True))
     names = [owner_of(variable.path) for variable in model.trainable_variables[::2]]
+    expected = by_hand.layer_distances[len(distances) - 1]
     np.testing.assert_allclose([found[name] for name in names], expected, rtol=1e-9)
+    return by_hand
 
 
-WITHIN = {
-    "allreduce": "allreduce",
-    "chunked": tfscale.Chunked(first_chunk_layers=1),
-    "replicated": tfscale.Chunked(replicated_dense=2),
-    "sharded": tfscale.Sharded(),
-    "sharded small": tfscale.Sharded(bucket_mb=1e-4),
-}
+def outer():
+    return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+
+
+# D is [L] eq. 9, taken just before an average, whatever is averaged and comes after it.
+TABLE = (
+    ({"interval": 1, "within": tfscale.Chunked(first_chunk_layers=1)}, "momentum"),
+    ({"interval": 3, "within": tfscale.Chunked(replicated_dense=2)}, "momentum"),
+    ({"interval": 4, "within": tfscale.Sharded(bucket_mb=1e-4)}, "momentum"),
+    *(
+        ({"within": within, **options}, rule)
+        for within in ("allreduce", tfscale.Sharded())
+        for options, rule in (
+            ({"interval": 4}, "momentum"),
+            ({"interval": 3, "average": "gradients"}, "adam"),
+            ({"interval": 3, "outer": outer()}, "momentum"),
+            ({"interval": 3, "average_state": True}, "adam"),
+            ({"interval": 3}, "lars"),
+        )
+    ),
+)
 
 
 @sizes(2, 4, timeout_s=400)
 def case_groups_equal_single_processes():
+    """Also SASGD, an outer optimizer, averaged state, layer-wise rates, cycles of batches."""
     with float64():
-        for within in WITHIN.values():
-            for interval in (1, 3, 4):
-                strategy = tfscale.LocalSGD(groups=2, interval=interval, within=within)
-                model = train(OPTIMIZERS["momentum"], strategy)
-                compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, interval))
+        for options, rule in TABLE:
+            check(options, rule)
+        cycles = {"backward_passes_per_step": 5, "average_aggregated_gradients": True}
+        check({"interval": 2, **ALLREDUCE}, "sgd", epochs=2, passes=5, **cycles)
 
 
 @sizes(2, 3, timeout_s=120)
 def case_every_step_with_sgd_is_synchronous():
     with float64():
         n = tfscale.size()
-        model = train(OPTIMIZERS["sgd"], tfscale.LocalSGD(groups=n, interval=1))
+        model = train("sgd", tfscale.LocalSGD(groups=n, interval=1))
         compare(model, train_by_hand(OPTIMIZERS["sgd"], 1, 1))
 
 
 @sizes(2, 4, timeout_s=200)
 def case_interval_rules_equal_single_processes():
+    guard = tfscale.DistanceGuard(limit=0.3, most=5, every=2)
     with float64():
-        for rule, within in (
-            (tfscale.GrowingInterval(start=2, growth=0.5, most=4), tfscale.Sharded()),
-            (tfscale.DistanceGuard(limit=0.3, most=7), tfscale.Sharded()),
-            (tfscale.DistanceGuard(limit=0.3, most=5, every=2), "allreduce"),
+        for rule, epochs, more in (
+            (tfscale.GrowingInterval(start=2, growth=0.5, most=4), 2, {}),
+            (tfscale.DistanceGuard(limit=0.3, most=7), 2, {}),
+            (guard, 2, ALLREDUCE),
+            (tfscale.AdaptiveInterval(start=8), 3, ALLREDUCE),
         ):
-            record = ModelDistance()
-            strategy = tfscale.LocalSGD(2, rule, within)
-            model = train(OPTIMIZERS["sgd"], strategy, epochs=2, callbacks=[record])
-            by_hand = ByHand(OPTIMIZERS["sgd"], 2, strategy)
-            compare(model, by_hand.train(2 * STEPS))
-            assert [step for step, _ in record.distances] == by_hand.steps
+            by_hand = check({"interval": rule, **more}, "sgd", epochs)
             assert len(set(np.diff(by_hand.steps))) > 1, by_hand.steps  # intervals differ
-
-
-@sizes(2, 4, timeout_s=300)
-def case_variants():
-    """SASGD, an outer optimizer, averaged state, the layer-wise rates of large batches."""
-    with float64():
-        for within in ("allreduce", tfscale.Sharded()):
-            for name, options in (
-                ("adam", {"average": "gradients"}),
-                ("momentum", {"outer": outer()}),
-                ("adam", {"average_state": True}),
-                ("lars", {}),
-            ):
-                make = {**OPTIMIZERS, **LAYERWISE}[name]
-                model = train(make, tfscale.LocalSGD(2, 3, within, **options))
-                compare(model, train_by_hand(make, 2, 3, **options))
 
 
 class Watch(keras.callbacks.Callback):
@@ -131,133 +152,82 @@ def case_callbacks_see_the_average_and_groups_go_on():
         for within in ("allreduce", tfscale.Sharded()):
             watch = Watch()
             strategy = tfscale.LocalSGD(2, 7, within)  # 10 steps per epoch: in mid-interval
-            model = train(OPTIMIZERS["momentum"], strategy, epochs=3, callbacks=[watch])
+            model = train("momentum", strategy, epochs=3, callbacks=[watch])
             assert all(agree(w) for w in watch.ended)
             assert agree(watch.begun[0]) and not any(agree(w) for w in watch.begun[1:])
             assert agree(model.trainable_variables[0].numpy())
-            groups = model.optimizer.groups
-            for group in groups:
-                every = tfscale.allgather_object(watch.begun[1])
+            every = tfscale.allgather_object(watch.begun[1])
+            for group in model.optimizer.groups:
                 assert all(np.array_equal(every[r], every[group[0]]) for r in group)
 
 
 @sizes(2, 4, timeout_s=200)
 def case_groups_start_later():
-    """Post-local SGD: from an epoch on, or after the first decay of the learning rate."""
-    with float64():
-        expected = train_by_hand(OPTIMIZERS["momentum"], 2, 4, 3 * STEPS, start=1)
-        for within in ("allreduce", tfscale.Chunked(replicated_dense=1), tfscale.Sharded()):
-            strategy = tfscale.LocalSGD(2, 4, within, start=1)
-            compare(train(OPTIMIZERS["momentum"], strategy, epochs=3), expected)
-        strategy = tfscale.LocalSGD(2, 4, start="after_first_decay")
-        kept = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)
-        model = train(OPTIMIZERS["momentum"], strategy, epochs=2, callbacks=[kept])
-        assert model.optimizer.waits_for_groups
-        lower = keras.callbacks.LearningRateScheduler(
-            lambda epoch, rate: rate / 2 if epoch else rate
-        )
-        model = train(OPTIMIZERS["momentum"], strategy, epochs=3, callbacks=[lower])
-        assert not model.optimizer.waits_for_groups
-
-
-@sizes(2, 4, timeout_s=120)
-def case_rates_of_large_batches_inside_of_groups():
-    """Warm-up, scaling for the batch of all groups, decay and LARS: each group steps with that."""
+    """Post-local SGD; and each group steps with the rates of the large batch of all groups."""
     rates = [0.1 * (1 + batch / STEPS) for batch in range(STEPS)] + [0.2] * STEPS + [0.02] * STEPS
     with float64():
+        for within in ("allreduce", tfscale.Chunked(replicated_dense=1), tfscale.Sharded()):
+            check({"interval": 4, "within": within, "start": 1}, "momentum", epochs=3)
         for within in ("allreduce", tfscale.Sharded()):
             scaling = LearningRateScaling(0.1, 12, BATCH, warmup_epochs=1, decay_epochs=(2,))
-            strategy = tfscale.LocalSGD(2, 4, within)
-            model = train(LAYERWISE["lars"], strategy, 3, [scaling])
-            by_hand = ByHand(LAYERWISE["lars"], 2, strategy, rate_of=rates.__getitem__)
-            compare(model, by_hand.train(3 * STEPS))
+            options = {"callbacks": [scaling], "rate_of": rates.__getitem__}
+            check({"interval": 4, "within": within}, "lars", epochs=3, **options)
+
+
+@sizes(2, timeout_s=120)
+def case_groups_wait_while_the_rate_does_not_fall():
+    for keep in (
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate),
+        hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=3),
+    ):
+        strategy = tfscale.LocalSGD(2, 4, start="after_first_decay")
+        model = train("sgd", strategy, epochs=5, callbacks=[keep])
+        assert model.optimizer.waits_for_groups
 
 
 def groups_of_hosts():
-    """Two hosts of two ranks: run by `test_local_hosts`."""
+    """Two hosts of two ranks: run by `test_hosts`."""
     results = []
     for groups in ("host", 2):
-        model = train(OPTIMIZERS["momentum"], tfscale.LocalSGD(groups, 3), 2)
+        model = train("momentum", tfscale.LocalSGD(groups, 3), 2)
         assert model.optimizer.groups == [[0, 1], [2, 3]], model.optimizer.groups
         results.append(values_of(model.trainable_variables))
     require_identical(*results)
 
 
-@sizes(2, 4, timeout_s=200)
-def case_distance():
-    """D is [L] eq. 9, taken just before an average, whatever is averaged and comes after it."""
-    with float64():
-        for interval, options, within in (
-            (5, {}, "allreduce"),
-            (5, {}, tfscale.Sharded()),
-            (5, {"average": "gradients"}, tfscale.Sharded()),
-            (2, {"outer": outer()}, "allreduce"),
-            (2, {"outer": outer()}, tfscale.Sharded()),
-        ):
-            record = ModelDistance()
-            strategy = tfscale.LocalSGD(2, interval, within, **options)
-            model = train(OPTIMIZERS["sgd"], strategy, callbacks=[record])
-            expected = ByHand(OPTIMIZERS["sgd"], 2, strategy)
-            expected.train(STEPS)
-            assert [step for step, _ in record.distances] == expected.steps
-            found = [distance for _, distance in record.distances]
-            assert len(found) == STEPS // interval and agree(found)
-            np.testing.assert_allclose(found, expected.distances, rtol=1e-9)
-            require_layers(model, expected.layer_distances[-1])
-
-
 @sizes(4, timeout_s=120)
-def case_dense_layers_exchange_activations_within_a_group():
+def case_what_groups_send():
+    """Activations within a group; of averages each rank of a sharded group its 1/m, else all."""
     with float64():
         for start in ("immediately", 1):
             names_with_bytes()
             within = tfscale.Chunked(replicated_dense=1)
-            train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 4, within, start=start), epochs=2)
+            train("sgd", tfscale.LocalSGD(2, 4, within, start=start), epochs=2)
             names = names_with_bytes()
             assert any("activations" in name for name in names), names
-
-
-@sizes(4, timeout_s=120)
-def case_bytes_of_averages():
-    """Sharded inside: each rank averages its 1/m of the model; else all of it."""
-    with float64():
         for within, parts in ((tfscale.Sharded(), 2), ("allreduce", 1)):
-            runtime.backend().take_events()
-            model = train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 10, within))
-            names = names_with_bytes()
-            n_values = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-            own = sum(int(np.prod(v.shape)) for v in model.optimizer.group_average.targets)
-            assert names["average of parameters"] == own * 8
-            total = sum(tfscale.allgather_object(own))
-            assert total == n_values * tfscale.size() // parts
+            names_with_bytes()
+            model = train("sgd", tfscale.LocalSGD(2, 10, within))
+            n_values, own = (
+                sum(int(np.prod(v.shape)) for v in variables)
+                for variables in (
+                    model.trainable_variables,
+                    model.optimizer.group_average.targets,
+                )
+            )
+            assert names_with_bytes()["average of parameters"] == own * 8
+            assert sum(tfscale.allgather_object(own)) == n_values * tfscale.size() // parts
             assert abs(own - n_values / parts) <= 8 * 8 * len(model.trainable_variables)
 
 
 def names_with_bytes():
+    """Return bytes by the name of what was sent since the last call."""
     names = {}
     for event in runtime.backend().take_events():
         if event.plan >= 0:
             label = runtime.backend().slot_name(event.plan, event.slot)
             names[label] = names.get(label, 0) + event.bytes
     return names
-
-
-@sizes(2, timeout_s=120)
-def case_interval_adapts():
-    strategy = tfscale.LocalSGD(2, tfscale.AdaptiveInterval(start=8), "allreduce")
-    model = train(OPTIMIZERS["sgd"], strategy, epochs=3)
-    interval = int(model.optimizer.group_average.interval.numpy())
-    assert 1 <= interval <= 2 and agree(interval)
-
-
-@sizes(3, timeout_s=60)
-def case_groups_must_divide_the_ranks():
-    text = "groups must divide the number of ranks, 3. Received: groups=2"
-    require_error(lambda: train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2)), "ConfigError", text)
-
-
-def outer():
-    return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
 
 
 class Logged(keras.callbacks.Callback):
@@ -273,6 +243,6 @@ class Logged(keras.callbacks.Callback):
 def case_an_epoch_without_an_average_logs_none():
     """Ten steps in an epoch, averages after 15 and 30."""
     record, logged = ModelDistance(), Logged()
-    train(OPTIMIZERS["sgd"], tfscale.LocalSGD(2, 15), 4, callbacks=[record, logged])
+    train("sgd", tfscale.LocalSGD(2, 15), 4, callbacks=[record, logged])
     (_, first), (_, second) = record.distances
     assert logged.distances == [None, first, second, None]

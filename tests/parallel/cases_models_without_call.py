@@ -26,7 +26,7 @@ def own_rows():
 class Gan(keras.Model):
     def __init__(self, inputs=True):
         super().__init__()
-        first = [keras.Input((2,))] if inputs else []
+        first = [keras.Input((2,))] * inputs
         self.generator = keras.Sequential([*first, keras.layers.Dense(2)])
         self.discriminator = keras.Sequential([*first, keras.layers.Dense(1)])
 
@@ -61,48 +61,49 @@ class Autoencoder(keras.Model):
         return {"loss": loss}
 
 
+def fit(model, callbacks=(), epochs=2):
+    callbacks = [*callbacks, BroadcastGlobalVariablesCallback(0)]
+    model.fit(own_rows(), batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
+    return values_of(model.weights)
+
+
+def gan(**options):
+    keras.utils.set_random_seed(tfscale.rank())
+    model = Gan(**options)
+    model.compile(*(hvd.DistributedOptimizer(SGD(0.1, momentum=0.9)) for _ in range(2)))
+    return model
+
+
 @sizes(1, 2, 3, timeout_s=120)
 def case_a_model_without_call_starts_alike():
-    keras.utils.set_random_seed(tfscale.rank())
-    model = Gan()
-    model.compile(*(hvd.DistributedOptimizer(SGD(0.1, momentum=0.9)) for _ in range(2)))
+    model = gan()
     before = values_of(model.weights)
-    start = BroadcastGlobalVariablesCallback(0)
-    model.fit(own_rows(), batch_size=4, epochs=2, verbose=0, callbacks=[start])
+    after = fit(model)
     require_equal_ranks([*model.weights, *(v for o in model.rules.values() for v in o.variables)])
-    kernels = [network.layers[-1].kernel for network in (model.generator, model.discriminator)]
-    assert not any(
-        np.array_equal(k.numpy(), old) for k, old in zip(kernels, before[::2], strict=True)
-    )
+    kernels = zip(after[::2], before[::2], strict=True)
+    assert not any(np.array_equal(*pair) for pair in kernels)
 
 
 @sizes(2, timeout_s=60)
 def case_a_model_without_call_whose_layers_have_no_shapes():
-    model = Gan(inputs=False)
-    model.compile(*(hvd.DistributedOptimizer(SGD(0.1)) for _ in range(2)))
-    start = BroadcastGlobalVariablesCallback(0)
-    require_error(
-        lambda: model.fit(own_rows(), batch_size=4, verbose=0, callbacks=[start]),
-        "It has no call(): build its layers",
-    )
+    require_error(lambda: fit(gan(inputs=False)), "It has no call(): build its layers")
 
 
 @sizes(2, timeout_s=120)
 def case_a_model_without_call_is_sharded_and_resumed():
-    def trained(callback, epochs):
+    def trained(callback):
         keras.utils.set_random_seed(tfscale.rank())
         model = Autoencoder()
         rule = keras.optimizers.Adam(0.01)
         model.compile(hvd.DistributedOptimizer(rule, exchange=tfscale.Sharded()))
-        start = BroadcastGlobalVariablesCallback(0)
-        model.fit(own_rows(), batch_size=4, epochs=epochs, verbose=0, callbacks=[callback, start])
+        weights = fit(model, [callback])
         assert model.optimizer.parts  # it was wired, and its state is shared out
-        return values_of(model.weights)
+        return weights
 
     with shared_folder() as folder:
         for make in (
             lambda: BackupAndRestore(folder / "backup", delete_checkpoint=False),
             lambda: Checkpoint(folder / "checkpoint", every_n_epochs=1),
         ):
-            whole = trained(make(), 2)
-            require_identical(trained(make(), 2), whole)
+            whole = trained(make())
+            require_identical(trained(make()), whole)

@@ -46,7 +46,6 @@ def sparse_mean(total):
 
 
 def runs(optimizer, variables, batches, is_traced):
-
     def step(batch):
         optimizer.apply(own_gradients(batch), variables)
 
@@ -56,7 +55,7 @@ def runs(optimizer, variables, batches, is_traced):
         yield batch
 
 
-def check_cycles(passes, is_mean, is_traced, sparse_as_dense):
+def check_cycles(passes, is_mean, is_traced=True, sparse_as_dense=False):
     variables = new_variables()
     optimizer = DistributedOptimizer(
         SGD(1.0),
@@ -76,38 +75,32 @@ def check_cycles(passes, is_mean, is_traced, sparse_as_dense):
 
 
 def case_aggregation_is_exact():
-    for passes, is_mean in ((2, False), (2, True), (3, False)):
-        check_cycles(passes, is_mean, is_traced=True, sparse_as_dense=False)
-    check_cycles(3, True, is_traced=True, sparse_as_dense=True)
-    check_cycles(2, True, is_traced=False, sparse_as_dense=False)
-    check_cycles(1, True, is_traced=True, sparse_as_dense=False)
+    for passes, is_mean in ((2, False), (2, True), (3, False), (1, True)):
+        check_cycles(passes, is_mean)
+    check_cycles(3, True, sparse_as_dense=True)
+    check_cycles(2, True, is_traced=False)
 
 
-def steps_on_one_weight(optimizer, is_traced):
-    weight = keras.Variable(np.zeros(2), dtype="float64", name="weight")
+def check_infinity(is_traced):
+    rank, weight = tfscale.rank(), keras.Variable(np.zeros(2), dtype="float64", name="weight")
+    optimizer = DistributedOptimizer(SGD(1.0), backward_passes_per_step=2)
 
     def step(value):
         optimizer.apply([tf.fill([2], tf.cast(value, tf.float64))], [weight])
 
-    return weight, tf.function(step) if is_traced else step
+    step = tf.function(step) if is_traced else step
+    for value in (np.inf if rank == 0 else 1.0, 1.0):
+        step(tf.constant(value))
+    assert np.isinf(weight.numpy()).all()  # on all ranks
+    weight.assign(np.zeros(2))
+    for value in (1.0 + rank, 2.0 + rank):
+        step(tf.constant(value))
+    np.testing.assert_array_equal(weight.numpy(), [-3.0 - 2 * rank_mean()] * 2)
 
 
 def case_infinity_of_one_cycle_is_gone_in_the_next():
-    rank = tfscale.rank()
     for is_traced in (True, False):
-        optimizer = DistributedOptimizer(SGD(1.0), backward_passes_per_step=2)
-        weight, step = steps_on_one_weight(optimizer, is_traced)
-        for value in (np.inf if rank == 0 else 1.0, 1.0):
-            step(tf.constant(value))
-        assert np.isinf(weight.numpy()).all()  # on all ranks
-        weight.assign(np.zeros(2))
-        for value in (1.0 + rank, 2.0 + rank):
-            step(tf.constant(value))
-        np.testing.assert_array_equal(weight.numpy(), [-3.0 - 2 * rank_mean()] * 2)
-
-
-def local_factor(is_scaled):
-    return 1 / tfscale.size() if is_scaled else 1.0
+        check_infinity(is_traced)
 
 
 def case_local_variables():
@@ -125,7 +118,7 @@ def case_local_variables():
         np.testing.assert_allclose(variables[0].numpy(), [-1 - 2 * rank_mean()] * 2, rtol=1e-14)
         expected = np.zeros((ROWS, 2))
         expected[0], expected[rank + 1] = -2.0, -2.0
-        expected *= local_factor(is_scaled)
+        expected *= 1 / tfscale.size() if is_scaled else 1.0
         np.testing.assert_allclose(variables[1].numpy(), expected, rtol=1e-14)
         assert int(optimizer.iterations.numpy()) == 2
 
@@ -140,30 +133,23 @@ def case_all_variables_local():
     np.testing.assert_array_equal(variables[0].numpy(), [-1.0 - 2 * tfscale.rank()] * 2)
 
 
-def partial_fit(n_local):
-    """Return a model of three layers, n of them local, after steps on data of this rank."""
-    keras.utils.set_random_seed(5)
-    layers = [keras.layers.Dense(3, dtype="float64", name=f"dense_of_{i}") for i in range(3)]
-    model = keras.Sequential([keras.Input((2,), dtype="float64"), *layers])
-    local_layers = {0: None, 1: layers[1], 2: layers[1:]}[n_local]
-    model.compile(PartialDistributedOptimizer(SGD(0.1), local_layers=local_layers), "mse")
-    rng = np.random.default_rng(tfscale.rank())
-    x = rng.normal(size=(12, 2))
-    model.fit(x, rng.normal(size=(12, 3)), batch_size=4, verbose=0, shuffle=False)
-    return model, layers
-
-
 def case_partial_optimizer():
+    """Layers that are local differ after steps on data of each rank; the others are equal."""
+    rng = np.random.default_rng(tfscale.rank())
+    x, y = rng.normal(size=(12, 2)), rng.normal(size=(12, 3))
     for n_local in (0, 1, 2):
-        _, layers = partial_fit(n_local)
-        local = layers[1 : 1 + n_local]
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.Dense(3, dtype="float64") for _ in range(3)]
+        model = keras.Sequential([keras.Input((2,), dtype="float64"), *layers])
+        local = [None, layers[1], layers[1:]][n_local]
+        model.compile(PartialDistributedOptimizer(SGD(0.1), local_layers=local), "mse")
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False)
         for layer in layers:
-            if layer not in local:
+            if layer not in layers[1 : 1 + n_local]:
                 require_equal_ranks(layer.weights)
                 continue
-            every = tfscale.allgather_object(layer.kernel.numpy())
-            for other in range(1, tfscale.size()):
-                assert np.abs(every[0] - every[other]).max() > 1e-6, layer.name
+            first, *others = tfscale.allgather_object(layer.kernel.numpy())
+            assert all(np.abs(first - other).max() > 1e-6 for other in others), layer.name
 
 
 @sizes(2, 3, 4)
@@ -178,22 +164,20 @@ def case_infinity_of_a_local_layer_skips_the_step_on_all_ranks():
 
     @tf.function
     def step(local):
-        optimizer.apply(
-            [tf.fill([2], tf.constant(4.0, tf.float64)), tf.fill([2], local)], variables
-        )
+        shared = tf.fill([2], tf.constant(4.0, tf.float64))
+        optimizer.apply([shared, tf.fill([2], local)], variables)
 
-    step(tf.constant(np.inf if tfscale.rank() == 1 else 1.0, tf.float64))
-    require_equal_ranks([*variables[:1], *optimizer.variables])
-    assert (variables[0].numpy() == 0.0).all()
-    step(tf.constant(1.0, tf.float64))
-    require_equal_ranks([*variables[:1], *optimizer.variables])
-    assert (variables[0].numpy() == -2.0).all()
+    for own, expected in ((np.inf if tfscale.rank() == 1 else 1.0, 0.0), (1.0, -2.0)):
+        step(tf.constant(own, tf.float64))
+        require_equal_ranks([*variables[:1], *optimizer.variables])
+        assert (variables[0].numpy() == expected).all()
 
 
 def case_process_set_of_even_ranks():
     """Even ranks average among themselves, the others keep their own."""
-    rank, size = tfscale.rank(), tfscale.size()
-    even = tfscale.add_process_set(list(range(0, size, 2)))
+    rank, everyone = tfscale.rank(), tfscale.global_process_set
+    assert everyone.ranks == list(range(tfscale.size())) and everyone.process_set_id == 0
+    even = tfscale.add_process_set(everyone.ranks[::2])
     for is_traced in (True, False):
         variables = new_variables()
         optimizer = DistributedOptimizer(SGD(1.0), process_set=even)

@@ -40,12 +40,12 @@ def local_model(local, **options):
     return model
 
 
-def fit(model, callbacks=(), epochs=1):
-    start = BroadcastGlobalVariablesCallback(0)
-    x = own_rows()
+def fit(model, *callbacks, rate=None):
+    if rate is not None:
+        model.optimizer.learning_rate = rate
+    x, start = own_rows(), BroadcastGlobalVariablesCallback(0)
     y = x @ np.ones((2, 1), "float32")
-    callbacks = [*callbacks, start]
-    model.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[*callbacks, start])
 
 
 @sizes(2, 3, timeout_s=120)
@@ -54,17 +54,14 @@ def case_local_layers_stay_local_when_training_begins():
     head = keras.layers.Dense(1, name="head")
     model = local_model([head])
     begun = head.kernel.numpy()
-    model.optimizer.learning_rate = 0.0
-    fit(model)
+    fit(model, rate=0.0)
     np.testing.assert_array_equal(head.kernel.numpy(), begun)
     require_equal_ranks(model.get_layer("common").weights)
-    model.optimizer.learning_rate = 0.1
-    fit(model)
+    fit(model, rate=0.1)
     slots = model.optimizer._momentums[-2:]
     before = values_of([*head.weights, *slots])
     assert all(differ([head.kernel, *slots]))
-    model.optimizer.learning_rate = 0.0
-    fit(model)
+    fit(model, rate=0.0)
     require_identical(head.weights, before[:2])
     head.trainable = False
     model.compile(model.optimizer, "mse")
@@ -82,7 +79,7 @@ def case_a_backup_keeps_local_layers():
         found = []
         for _ in range(2):
             model = local_model([keras.layers.Dense(1, name="head")])
-            fit(model, [BackupAndRestore(folder / "backup", delete_checkpoint=False)])
+            fit(model, BackupAndRestore(folder / "backup", delete_checkpoint=False))
             found.append(values_of([*model.variables, *model.optimizer.variables]))
         require_identical(*found)
         if tfscale.size() > 1:
@@ -95,87 +92,74 @@ def case_moving_statistics_of_local_layers_stay_local():
     model = local_model([own, keras.layers.Dense(1)])
     fit(model)
     assert all(differ([own.moving_mean, own.moving_variance]))
-    mean = own.moving_mean.numpy()
-    model.optimizer.learning_rate = 0.0
-    begun = []
+    mean, begun = own.moving_mean.numpy(), []
     look = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: begun.append(own.moving_mean.numpy())
     )
-    fit(model, [look])
+    fit(model, look, rate=0.0)
     np.testing.assert_array_equal(begun[0], mean)
 
 
-def step_of_one_row(optimizer, table):
+def check_sparse_group(**options):
+    table, expected = keras.Variable(np.zeros((64, 2)), dtype="float32"), np.zeros((64, 2))
+    optimizer = hvd.DistributedOptimizer(SGD(1.0), op=tfscale.Sum, **options)
+    optimizer.build([table])
 
     def step():
         rows = tf.constant([tfscale.rank()])
         gradient = tf.IndexedSlices(tf.ones([1, 2]), rows, tf.constant([64, 2]))
         optimizer.apply([gradient], [table])
 
-    return step
+    for n, _ in enumerate(in_both_modes(step), start=1):
+        expected[: tfscale.size()] = -n
+        np.testing.assert_array_equal(table.numpy(), expected)
 
 
 @sizes(2, 3, timeout_s=60)
 def case_groups_of_sparse_gradients_alone():
-    for options in ({"num_groups": 2}, {"groups": 3}):
-        table = keras.Variable(np.zeros((64, 2)), dtype="float32")
-        optimizer = hvd.DistributedOptimizer(SGD(1.0), op=tfscale.Sum, **options)
-        optimizer.build([table])
-        for n, _ in enumerate(in_both_modes(step_of_one_row(optimizer, table)), start=1):
-            expected = np.zeros((64, 2))
-            expected[: tfscale.size()] = -n
-            np.testing.assert_array_equal(table.numpy(), expected)
+    check_sparse_group(num_groups=2)
+    check_sparse_group(groups=3)
 
 
 @sizes(2, 3, timeout_s=60)
 def case_data_of_unknown_length_ends_between_two_exchanges():
     """No rank waits for one that has more batches, so all are told at the end of the epoch."""
-    n_batches = 10 if tfscale.rank() == tfscale.size() - 1 else 11
-
-    def batches():
-        for _ in range(n_batches):
-            yield np.ones((2, 2)), np.ones((2, 1))
-
     signature = (tf.TensorSpec((2, 2)), tf.TensorSpec((2, 1)))
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(hvd.DistributedOptimizer(SGD(0.1), backward_passes_per_step=4), "mse")
-    data = tf.data.Dataset.from_generator(batches, output_signature=signature)
     start = BroadcastGlobalVariablesCallback(0)
-    require_error(
-        lambda: model.fit(data, epochs=2, verbose=0, callbacks=[start]),
-        f"rank {tfscale.size() - 1} ended its epoch after step 10",
-    )
-    n_batches = 10
-    again = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    again.compile(hvd.DistributedOptimizer(SGD(0.1), backward_passes_per_step=4), "mse")
-    again.fit(data, epochs=2, verbose=0, callbacks=[start])
-    require_equal_ranks(again.weights)
 
+    def fit_batches(n_batches):
+        def batches():
+            yield from [(np.ones((2, 2)), np.ones((2, 1)))] * n_batches
 
-def recorded(tape, kernel, bias):
-    with tape:
-        return tf.reduce_sum(tf.cast(tfscale.rank(), tf.float32) * kernel) + tf.reduce_sum(bias)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(SGD(0.1), backward_passes_per_step=4), "mse")
+        data = tf.data.Dataset.from_generator(batches, output_signature=signature)
+        model.fit(data, epochs=2, verbose=0, callbacks=[start])
+        require_equal_ranks(model.weights)
+
+    last = tfscale.size() - 1
+    text = f"rank {last} ended its epoch after step 10"
+    require_error(lambda: fit_batches(10 if tfscale.rank() == last else 11), text)
+    fit_batches(10)
 
 
 @sizes(1, 2, 3)
 def case_tapes_with_local_sources():
-    rank, size = tfscale.rank(), tfscale.size()
+    rank, scale = tf.cast(tfscale.rank(), tf.float32), 1 / tfscale.size()
     layer = keras.layers.Dense(1)
     layer.build((2,))
-    scale = 1 / size
-    for way in ("source", "layers"):
-        tape = tf.GradientTape()
-        if way == "source":
-            tape = tfscale.DistributedGradientTape(tape)
-            tape.register_local_source(layer.kernel)
-            expected = [rank * scale, 1.0]
-        else:
-            tape = tfscale.PartialDistributedGradientTape(tape, local_layers=layer)
-            expected = [rank * scale, scale]
-        y = recorded(tape, layer.kernel, layer.bias)
+    source = tfscale.DistributedGradientTape(tf.GradientTape())
+    source.register_local_source(layer.kernel)
+    layers = tfscale.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)
+    for tape, n_local, expected in (
+        (source, 1, [rank * scale, 1.0]),
+        (layers, 2, [rank * scale, scale]),
+    ):
+        with tape:
+            y = tf.reduce_sum(rank * layer.kernel) + tf.reduce_sum(layer.bias)
         local, common = tape.get_local_and_global_gradients(y, [layer.kernel, layer.bias])
-        assert [source is layer.kernel for source, _ in local] == [True, False][: len(local)]
-        assert len(local) == (1 if way == "source" else 2) and len(local) + len(common) == 2
+        assert [source is layer.kernel for source, _ in local] == [True, False][:n_local]
+        assert len(local) + len(common) == 2
         for (_, gradient), value in zip([*local, *common], expected, strict=True):
             np.testing.assert_allclose(gradient.numpy().ravel(), value, rtol=1e-6)
 
@@ -205,9 +189,8 @@ def case_one_variable_stays_local():
         optimizer.build(layer.weights)
         layer.bias.assign([1.0 + tfscale.rank()])
         model.compile(optimizer, "mse")
-        start = BroadcastGlobalVariablesCallback(
-            0, local_variables=layer.bias if is_given else None
-        )
+        local = {"local_variables": layer.bias} if is_given else {}
+        start = BroadcastGlobalVariablesCallback(0, **local)
         if not is_given:
             start.register_local_var(layer.bias)
         x = own_rows()

@@ -7,7 +7,6 @@ for ever, so that the end of the wait proves the order.
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -46,10 +45,9 @@ class Ended:
         return until(lambda: self._count(label) >= step)
 
     def _count(self, label: str) -> int:
-        for event in self._listener.take():
-            if event["slot"] >= 0:
-                name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
-                self._counts[name] += 1
+        sent = (event for event in self._listener.take() if event["slot"] >= 0)
+        name = runtime.backend().slot_name
+        self._counts.update(name(int(event["plan"]), int(event["slot"])) for event in sent)
         return sum(n for name, n in self._counts.items() if label in name)
 
 
@@ -117,15 +115,12 @@ def rank_0_comes_last() -> tuple[Callable[[int], bool], Callable[[int], bool]]:
     """Return two gates: at the first one rank 0 waits until the others have passed the second."""
     folder = shared_folder()
 
-    def file_of(step: int, rank: int) -> Path:
-        return folder / f"{step}-{rank}"
-
     def come_last(step: int) -> bool:
         others = range(1, runtime.size()) if runtime.rank() == 0 else ()
-        return until(lambda: all(file_of(step, rank).exists() for rank in others))
+        return until(lambda: all((folder / f"{step}-{rank}").exists() for rank in others))
 
     def tell(step: int) -> bool:
-        file_of(step, runtime.rank()).touch()
+        (folder / f"{step}-{runtime.rank()}").touch()
         return True
 
     return come_last, tell

@@ -1,6 +1,7 @@
 """Averaged independent training equals NumPy's averages; resumed, and stopped."""
 
 import contextlib
+import itertools
 import tempfile
 
 import keras
@@ -48,17 +49,20 @@ def train_alone(weights, x, y, rank):
     return [kernel, bias]
 
 
+def start():
+    return BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")
+
+
 def flat(weights):
     return np.concatenate([w.ravel() for w in weights])
 
 
 def check(callback, averaged_epochs, lam, n_epochs=4, n_outputs=2):
     """Compare with all ranks' models trained here and averaged after some epochs; return ours."""
-    start = BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")
     with float64():
         model, data, (x, y) = model_and_data(n_outputs=n_outputs)
         common = model.get_weights()
-        model.fit(data, epochs=n_epochs, verbose=0, callbacks=[start, callback])
+        model.fit(data, epochs=n_epochs, verbose=0, callbacks=[start(), callback])
     everyone = [common] * runtime.size()
     for epoch in range(n_epochs):
         everyone = [train_alone(w, x, y, r) for r, w in enumerate(everyone)]
@@ -78,24 +82,24 @@ def check(callback, averaged_epochs, lam, n_epochs=4, n_outputs=2):
 @sizes(2, 3, timeout_s=240)
 def case_averages_equal_numpy():
     """Uniform, weighted by distance, and only where models have diverged."""
-    check(ParameterAveraging(), range(4), lam=0.0)
-    check(ParameterAveraging(2), (1, 3), lam=0.0)
-    check(ParameterAveraging("end"), (3,), lam=0.0)
+    for averaging, epochs in (
+        (ParameterAveraging(), range(4)),
+        (ParameterAveraging(2), (1, 3)),
+        (ParameterAveraging("end"), (3,)),
+        (ParameterAveraging(when=tfscale.Divergence(0.0)), range(4)),
+        (ParameterAveraging(when=tfscale.Divergence(1e6)), ()),
+    ):
+        check(averaging, epochs, lam=0.0)
     for lam in (1.0, 10.0):
         check(ParameterAveraging(weights=tfscale.DistanceWeights(lam)), range(4), lam)
-    check(ParameterAveraging(when=tfscale.Divergence(0.0)), range(4), lam=0.0)
-    check(ParameterAveraging(when=tfscale.Divergence(1e6)), (), lam=0.0)
 
 
 @sizes(2)
 def case_distributed_optimizer_is_refused():
     wrapped = tfscale.DistributedOptimizer(keras.optimizers.SGD(RATE))
     model, data, _ = model_and_data(wrapped)
-    callbacks = [ParameterAveraging()]
-    require_error(
-        lambda: model.fit(data, verbose=0, callbacks=callbacks),
-        *("ConfigError", "DistributedOptimizer"),
-    )
+    averaging = {"callbacks": [ParameterAveraging()]}
+    require_error(lambda: model.fit(data, **averaging), "ConfigError", "DistributedOptimizer")
 
 
 EPOCHS, STEPS_PER_EPOCH = 5, 5
@@ -107,13 +111,9 @@ def train(averaging, before=(), after=(), seed=1):
     model = network()
     model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
     random = np.random.default_rng(1)
-    x, y = (
-        random.normal(size=(STEPS_PER_EPOCH * BATCH, 4)),
-        random.normal(size=(STEPS_PER_EPOCH * BATCH, 1)),
-    )
+    x, y = (random.normal(size=(STEPS_PER_EPOCH * BATCH, width)) for width in (4, 1))
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, seed=4)
-    start = BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")
-    callbacks = [*before, start, averaging, *after]
+    callbacks = [*before, start(), averaging, *after]
     with contextlib.suppress(Interruption):
         model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
     return model
@@ -127,48 +127,41 @@ def every_second():
     return ParameterAveraging(2, weights=tfscale.DistanceWeights(1.0))
 
 
-def interrupt_and_go_on(epoch):
-    """Interrupt in an epoch, whose beginning is the last that was written; compare bit by bit.
+@sizes(2, 3, timeout_s=200)
+def case_each_ranks_own_model_goes_on():
+    """Within two averages ranks differ, also in momentum; the last average is the common one.
 
-    Seeds of the second run are others: all must come from the backup.
+    Interrupted in an epoch, whose beginning is the last that was written. Seeds of the second run
+    are others: all must come from the backup.
     """
-    folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
     with float64():
         whole = every_second()
         expected = state_of(train(whole))
-        train(every_second(), [BackupAndRestore(own_folder)], [InterruptAt(epoch)])
-        resumed = every_second()
-        values = state_of(train(resumed, [BackupAndRestore(own_folder)], seed=50))
-    require_identical(values, expected)
-    every = tfscale.allgather_object(expected[0])
-    assert not np.array_equal(every[0], every[1])  # the last epoch is not averaged
-    assert resumed.n_averages == whole.n_averages == EPOCHS // 2
-
-
-@sizes(2, 3, timeout_s=200)
-def case_each_ranks_own_model_goes_on():
-    """Within two averages ranks differ, also in momentum; the last average is the common one."""
-    for epoch in (1, 3):
-        interrupt_and_go_on(epoch)
-
-
-def stops_everywhere(step):
-    """All ranks have ended after the second epoch, with as many averages."""
-    for rank in (0, runtime.size() - 1):
-        for position in ("before", "after"):
-            averaging, alone = ParameterAveraging(), StopAt(step, rank=rank)
-            model = train(averaging, **{position: [alone]})
-            assert set(tfscale.allgather_object(averaging.n_averages)) == {2}
-            every = tfscale.allgather_object(model.get_weights()[0])
-            assert all(np.array_equal(other, every[0]) for other in every)
-            forget_the_stop()
+        every = tfscale.allgather_object(expected[0])
+        assert not np.array_equal(every[0], every[1])  # the last epoch is not averaged
+        for epoch in (1, 3):
+            folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+            folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+            train(every_second(), [BackupAndRestore(folder)], [InterruptAt(epoch)])
+            resumed = every_second()
+            require_identical(
+                state_of(train(resumed, [BackupAndRestore(folder)], seed=50)), expected
+            )
+            assert resumed.n_averages == whole.n_averages == EPOCHS // 2
 
 
 @sizes(2, 3, timeout_s=200)
 def case_one_rank_stops_within_an_epoch_or_at_its_end():
-    for step in (None, 1):
-        stops_everywhere(step)
+    """All ranks have ended after the second epoch, with as many averages."""
+    for step, rank, position in itertools.product(
+        (None, 1), (0, runtime.size() - 1), ("before", "after")
+    ):
+        averaging = ParameterAveraging()
+        model = train(averaging, **{position: [StopAt(step, rank=rank)]})
+        assert set(tfscale.allgather_object(averaging.n_averages)) == {2}
+        every = tfscale.allgather_object(model.get_weights()[0])
+        assert all(np.array_equal(other, every[0]) for other in every)
+        forget_the_stop()
 
 
 @sizes(2, timeout_s=60)

@@ -37,23 +37,16 @@ class Tied(keras.Model):
     def __init__(self):
         super().__init__()
         self.enc, self.last = keras.layers.Dense(6, use_bias=False), keras.layers.Dense(3)
+        self(np.zeros((2, 6)))
 
     def call(self, inputs, training=None):
         hidden = self.enc(inputs, training=training) @ keras.ops.transpose(self.enc.kernel)
         return self.last(hidden, training=training)
 
 
-def tied() -> keras.Model:
-    model = Tied()
-    model(np.zeros((2, 6)))
-    return model
-
-
 def autoencoder() -> keras.Model:
-    inputs = keras.Input((6,))
-    dense = keras.layers.Dense(6)
-    hidden = Decoder(dense)(dense(inputs))
-    return keras.Model(inputs, keras.layers.Dense(3)(hidden))
+    inputs, dense = keras.Input((6,)), keras.layers.Dense(6)
+    return keras.Model(inputs, keras.layers.Dense(3)(Decoder(dense)(dense(inputs))))
 
 
 def stepping(change: Callable, term: float = 0.0) -> Callable[[], keras.Model]:
@@ -97,7 +90,7 @@ def trained(build: Callable[[], keras.Model], strategy, rule=None, **options) ->
 
 @sizes(2, timeout_s=120)
 def case_kernels_that_are_read_outside_of_their_layer_are_refused():
-    for build in (tied, autoencoder):
+    for build in (Tied, autoencoder):
         for strategy in STRATEGIES:
             with pytest.raises(PlanError, match=r"Received: for \S*kernel, one to which other"):
                 trained(build, strategy)
@@ -109,10 +102,15 @@ def clipped(gradients):
 
 
 @sizes(2, timeout_s=120)
-def case_gradients_that_a_step_clips_are_refused():
+def case_what_changes_gradients_in_a_step_is_refused():
+    """Also penalties on weights: a sum of all ranks has each rank's term, a whole batch has one."""
     for strategy in STRATEGIES:
-        with pytest.raises(PlanError, match="global_clipnorm instead of in the train step"):
-            trained(stepping(clipped), strategy)
+        for build, text in (
+            (stepping(clipped), "global_clipnorm instead of in the train step"),
+            (stepping(list, 0.25), "own calls has made"),
+        ):
+            with pytest.raises(PlanError, match=text):
+                trained(build, strategy)
 
 
 def halved(gradients):
@@ -128,23 +126,14 @@ def halved(gradients):
 
 @sizes(2, timeout_s=120)
 def case_constants_and_the_optimizer_may_change_gradients():
-    """Constant factors; the optimizer's clipping."""
-    for clip in (None, 0.05):
-        expected = None
-        for strategy in ("allreduce", *STRATEGIES):
-            rule = keras.optimizers.SGD(0.1, global_clipnorm=clip)
-            found = trained(stepping(halved), strategy, rule)
-            expected = expected or found
-            require_close(found, expected, atol=1e-12)
-
-
-@sizes(2, timeout_s=120)
-def case_penalties_on_weights_in_a_step_are_refused():
-    """A sum of all ranks has each rank's term; the whole batch's gradient has one."""
-    for strategy in STRATEGIES:
-        trained(stepping(halved), strategy, op=hvd.Sum)
-        with pytest.raises(PlanError, match="own calls has made"):
-            trained(stepping(list, 0.25), strategy)
+    """Constant factors; the optimizer's clipping; sums in place of means."""
+    for options, clip in (({}, None), ({}, 0.05), ({"op": hvd.Sum}, None)):
+        whole, *others = (
+            trained(stepping(halved), s, keras.optimizers.SGD(0.1, global_clipnorm=clip), **options)
+            for s in ("allreduce", *STRATEGIES)
+        )
+        for found in others:
+            require_close(found, whole, atol=1e-12)
 
 
 @sizes(2, timeout_s=120)

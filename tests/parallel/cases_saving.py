@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ import tfscale
 from tests.helpers.ranks import dtype_policy, require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tfscale import DistributedOptimizer
+from tfscale.optimizer import saving
 
 LSO, Adam = keras.optimizers.LossScaleOptimizer, keras.optimizers.Adam
 
@@ -67,17 +69,9 @@ def train(model):
 
 
 def values(model):
-    variables = [*model.variables, *model.optimizer.variables]
-    return [np.asarray(v.numpy(), "float64").ravel().tolist() for v in variables]
-
-
-def save_all(folder, model, scaled):
-    new_model(DistributedOptimizer(Adam(0.01))).save(folder / "fresh.keras")
-    model.save(folder / "model.keras")
-    model.save(folder / "model.h5")
-    model.save_weights(folder / "model.weights.h5")
-    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(folder / "checkpoint"))
-    scaled.save(folder / "scaled.keras")
+    """Return all weights, then the complete state. Collective."""
+    arrays = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
+    return [np.asarray(a, "float64").ravel().tolist() for a in arrays]
 
 
 def load_without_tfscale(folder):
@@ -96,23 +90,42 @@ def load_without_tfscale(folder):
     return json.loads((folder / "found.json").read_text())
 
 
-@sizes(1, 2, timeout_s=150)
+@sizes(1, 2, 3, 4, timeout_s=300)
 def case_files_load_where_tfscale_is_not():
-    model = train(new_model(DistributedOptimizer(Adam(0.01))))
-    with dtype_policy("mixed_float16"):
-        scaled = new_model(DistributedOptimizer(LSO(Adam(0.01))), auto_scale_loss=False)
-        train(scaled)
-    with shared_folder() as folder:
-        if tfscale.rank() == 0:
-            save_all(folder, model, scaled)
-            found = load_without_tfscale(folder)
-            for name, content in found.items():
-                expected = scaled if name == "scaled.keras" else model
-                class_name = "LossScaleOptimizer" if name == "scaled.keras" else "Adam"
-                assert content["class"].startswith("keras.") and class_name in content["class"]
-                n_values = len(model.variables) if name == "model.h5" else None
-                stored = content["values"][:n_values]
-                require_identical(stored, values(expected)[:n_values], name)
+    """Saved by rank 0 alone; all ranks save where the state is shared out, each file once."""
+    is_first = tfscale.rank() == 0
+    for exchange in ["allreduce", *[tfscale.Sharded()] * (tfscale.size() > 1)]:
+
+        def prepared(inner, exchange=exchange, **options):
+            optimizer = DistributedOptimizer(inner, exchange=exchange)
+            return tfscale.prepare(new_model(optimizer, **options))
+
+        is_shared = exchange != "allreduce"
+        model = train(prepared(Adam(0.01)))
+        with dtype_policy("mixed_float16"):
+            scaled = train(prepared(LSO(Adam(0.01)), auto_scale_loss=False))
+        assert bool(model.optimizer.parts and scaled.optimizer.parts) == is_shared
+        with shared_folder() as folder:
+            if is_first:
+                new_model(DistributedOptimizer(Adam(0.01))).save(folder / "fresh.keras")
+            with mock.patch.object(saving, "save_beside", wraps=saving.save_beside) as written:
+                if is_first or is_shared:
+                    model.save(folder / "model.keras")
+                    model.save(folder / "model.h5")
+                    model.save_weights(folder / "model.weights.h5")
+                    scaled.save(folder / "scaled.keras")
+            assert not is_shared or written.call_count == 4 * is_first
+            expected = {id(m): values(m) for m in (model, scaled)}
+            if is_first:  # full_state was called by all ranks just before
+                checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+                checkpoint.write(str(folder / "checkpoint"))
+                for name, content in load_without_tfscale(folder).items():
+                    is_scaled = name == "scaled.keras"
+                    class_name = "LossScaleOptimizer" if is_scaled else "Adam"
+                    assert content["class"].startswith("keras.") and class_name in content["class"]
+                    wanted = expected[id(scaled if is_scaled else model)]
+                    n_values = len(model.variables) if name == "model.h5" else None
+                    require_identical(content["values"][:n_values], wanted[:n_values], name)
 
 
 @sizes(2)

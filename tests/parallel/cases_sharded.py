@@ -2,10 +2,11 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close
+from tests.helpers.ranks import require_close, require_identical, shared_folder
 from tests.helpers.spawn import sizes
 from tests.helpers.versions import HAS_MUON
 from tests.parallel.cases_equality import (
@@ -19,9 +20,19 @@ from tests.parallel.cases_equality import (
     norm_model,
 )
 from tests.parallel.cases_equality import check as check_whole
+from tests.parallel.sharded_model import (
+    N_STEPS,
+    Adam,
+    compiled,
+    fit,
+    require_near,
+    require_state,
+    sharded,
+    single_steps,
+    state_of,
+)
 
 SHARDED = {
-    "momentum without Nesterov": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "adagrad": lambda: keras.optimizers.Adagrad(0.05),
     "lion": lambda: keras.optimizers.Lion(0.01),
     "nadam": lambda: keras.optimizers.Nadam(0.01),
@@ -53,16 +64,19 @@ def case_every_model():
             check(build, SHARDED[name])
 
 
+CLIPPING = (
+    {"clipnorm": 0.02},
+    {"global_clipnorm": 0.05},
+    {"clipvalue": 0.01},
+    {"global_clipnorm": 0.05, "gradient_accumulation_steps": 2},
+    {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
+)
+
+
 @sizes(2, 3, 4, timeout_s=300)
-def case_clipping():
-    for options in (
-        {"clipnorm": 0.02},
-        {"global_clipnorm": 0.05},
-        {"clipvalue": 0.01},
-        {"global_clipnorm": 0.05, "gradient_accumulation_steps": 2},
-        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
-    ):
-        check(dense_model, lambda options=options: keras.optimizers.Adam(0.01, **options))
+def case_clipping(build=dense_model, strategy=None):
+    for options in CLIPPING:
+        check(build, lambda options=options: keras.optimizers.Adam(0.01, **options), strategy)
 
 
 @sizes(2, 3, 4, timeout_s=300)
@@ -119,19 +133,110 @@ def case_batch_normalization():
 @sizes(2, timeout_s=120)
 def case_built_twice_and_applied_without_variables():
     """As a loop of one's own does: build after prepare, apply(gradients) alone."""
-    results = []
-    for wrap in (
-        lambda rule: rule,
-        lambda rule: hvd.DistributedOptimizer(rule, exchange="sharded"),
-    ):
-        with float64():
-            keras.utils.set_random_seed(1)
-            model = dense_model()
-            model.compile(wrap(SHARDED["adam"]()), loss="mse")
-            tfscale.prepare(model)
-            model.optimizer.build(model.trainable_variables)
-            gradients = [np.full(v.shape, 0.5) for v in model.trainable_variables]
+    with float64():
+        single, model = compiled(Adam(0.01)), tfscale.prepare(compiled(sharded(Adam(0.01))))
+        for each in (single, model):
+            each.optimizer.build(each.trainable_variables)
             for _ in range(3):
-                model.optimizer.apply([keras.ops.convert_to_tensor(g) for g in gradients])
-            results.append(model.get_weights())
-    require_close(*results)
+                each.optimizer.apply([tf.fill(v.shape, 0.5) for v in each.trainable_variables])
+        require_close(model.get_weights(), single.get_weights())
+
+
+@sizes(2, 3, timeout_s=160)
+def case_exclusion_from_weight_decay_after_prepare():
+    """By variable, by the name of a layer, which pieces do not have, by the name's beginning."""
+    with float64():
+        for rule in (keras.optimizers.AdamW, *([keras.optimizers.Muon] if HAS_MUON else [])):
+            for excluded in (
+                lambda kernel: {"var_list": [kernel]},
+                lambda kernel: {"var_names": [kernel.path.split("/")[0]]},
+                lambda kernel: {"var_names": ["^kernel"]},
+            ):
+                model = tfscale.prepare(compiled(sharded(rule(0.01, weight_decay=0.3))))
+                single = compiled(rule(0.01, weight_decay=0.3))
+                for each in (model, single):
+                    named = excluded(each.trainable_variables[0])
+                    each.optimizer.exclude_from_weight_decay(**named)
+                fit(model, 0, N_STEPS)
+                require_state(model, state_of(single_steps(single)))
+
+
+@sizes(2, timeout_s=80)
+def case_a_schedule_in_place_of_a_rate():
+    """Set between two fits: the rate is no variable of the optimizer any more."""
+    with float64(), shared_folder() as folder:
+        model, single = compiled(sharded(Adam(0.01))), compiled(Adam(0.01))
+        fit(model, 0, 3)
+        single_steps(single, 0, 3)
+        for each in (model, single):
+            schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)
+            each.optimizer.learning_rate = schedule
+            each.make_train_function(force=True)  # Keras itself would continue with the old rate
+        fit(model, 3, N_STEPS, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+        require_state(model, state_of(single_steps(single, 3)))
+        model.save(folder / "model.keras")
+        tfscale.barrier()
+        again = keras.models.load_model(folder / "model.keras")
+        require_identical(again.optimizer.variables, model.optimizer.full_state())
+
+
+class Scale(keras.layers.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+
+    def call(self, x):
+        return self.factor * x
+
+
+def scaled(optimizer):
+    keras.utils.set_random_seed(3)
+    layers = [keras.Input((6,)), keras.layers.Dense(5), Scale(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(optimizer, "mse")
+    return model
+
+
+@sizes(2, timeout_s=120)
+def case_numbers_that_are_trained():
+    """Rules that need whole variables, a scalar among them: trained, saved, loaded."""
+    with float64(), shared_folder() as folder:
+        for rule in (keras.optimizers.Lamb, keras.optimizers.Adafactor):
+            model, single = scaled(sharded(rule(0.01))), scaled(rule(0.01))
+            fit(model, 0, N_STEPS)
+            require_state(model, state_of(single_steps(single)))
+            path, objects = folder / f"{rule.__name__}.keras", {"Scale": Scale}
+            model.save(path)
+            tfscale.barrier()
+            again = keras.models.load_model(path, custom_objects=objects)
+            require_near(state_of(again), state_of(single))
+            back = tfscale.load_model(path, custom_objects=objects, exchange=tfscale.Sharded())
+            fit(back, 0, 2)
+            require_state(back, state_of(single_steps(single, 0, 2)))
+
+
+@sizes(2, timeout_s=60)
+def case_gradients_that_are_values():
+    """Scales of float8 layers: their gradient is the next value, which no rule may change."""
+    with float64():
+        kernel = keras.Variable(np.ones((3, 4)), name="kernel")
+        scale = keras.Variable(np.ones(1), name="scale")
+        scale.overwrite_with_gradient = True
+        optimizer = sharded(Adam(0.1))
+        optimizer.build([kernel, scale])
+        for value in (3.0, 5.0):
+            optimizer.apply([tf.ones((3, 4), tf.float64), tf.constant([value], tf.float64)])
+            np.testing.assert_allclose(scale.numpy(), [value], rtol=1e-12)
+        assert kernel.numpy().max() < 1.0
+
+
+@sizes(2, timeout_s=80)
+def case_cycles_of_an_optimizer_that_was_built_before():
+    """As in a loaded model: the state is cut in the first step, and every batch counts."""
+    inner, variables = Adam(0.01), compiled(None).trainable_variables
+    inner.build(variables)
+    exchange = tfscale.Sharded(dense="weights")
+    optimizer = hvd.DistributedOptimizer(inner, exchange=exchange, backward_passes_per_step=2)
+    step = tf.function(lambda: optimizer.apply([tf.ones(v.shape) for v in variables], variables))
+    for n in range(1, 6):
+        step()
+        assert int(optimizer.iterations) == n

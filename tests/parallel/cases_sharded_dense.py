@@ -11,7 +11,7 @@ from tests.helpers.ranks import dtype_policy, require_close, require_identical
 from tests.helpers.spawn import sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import conv_model, float64
-from tests.parallel.cases_sharded import SHARDED, check
+from tests.parallel.cases_sharded import SHARDED, case_clipping, check
 from tfscale.comm import runtime
 
 DENSE = ("replicated", "partial")
@@ -37,38 +37,25 @@ def case_clipping_decay_and_averages():
         rule.exclude_from_weight_decay(var_names=["bias"])
         return rule
 
-    for options in (
-        {"global_clipnorm": 0.05},
-        {"clipnorm": 0.02},
-        {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 3},
-        {"gradient_accumulation_steps": 2},
-    ):
-        make = lambda options=options: keras.optimizers.Adam(0.01, **options)  # noqa: E731
-        check(mlp(), make, tfscale.Sharded(dense="partial"))
+    case_clipping(mlp(), tfscale.Sharded(dense="partial"))
     for route in DENSE:
         check(mlp(), decayed, tfscale.Sharded(dense=route))
 
 
-def constrained(constraint: bool = True) -> Callable[[], keras.Model]:
-    """Return a builder of layers that share weights, and whose weights are constrained."""
-
-    def build() -> keras.Model:
-        limit = keras.constraints.MaxNorm(0.5) if constraint else None
-        inputs = keras.Input((6,))
-        layer = keras.layers.Dense(6, activation="tanh", bias_constraint=limit)
-        hidden = keras.layers.Dense(7, kernel_constraint=limit)(layer(layer(inputs)))
-        return keras.Model(inputs, keras.layers.Dense(3)(hidden))
-
-    return build
+def constrained() -> keras.Model:
+    """Return a model with a layer that is called twice, and weights that are constrained."""
+    limit, inputs = keras.constraints.MaxNorm(0.5), keras.Input((6,))
+    layer = keras.layers.Dense(6, activation="tanh", bias_constraint=limit)
+    hidden = keras.layers.Dense(7, kernel_constraint=limit)(layer(layer(inputs)))
+    return keras.Model(inputs, keras.layers.Dense(3)(hidden))
 
 
 @sizes(2, 3, timeout_s=300)
 def case_constraints_shared_layers_and_whole_rules():
     """A layer that is called twice; a kernel and rules that must not be cut."""
     for route in DENSE:
-        check(constrained(), SHARDED["adam"], tfscale.Sharded(dense=route))
-    check(mlp(), SHARDED["lamb"], tfscale.Sharded(dense="replicated"))
-    check(mlp(), SHARDED["lamb"], tfscale.Sharded(dense="partial"))
+        check(constrained, SHARDED["adam"], tfscale.Sharded(dense=route))
+        check(mlp(), SHARDED["lamb"], tfscale.Sharded(dense=route))
 
 
 def compiled(build: Callable[[], keras.Model], strategy, rule=None, **options) -> keras.Model:
@@ -136,12 +123,12 @@ def case_mixed_precision():
 
 
 def adam_model(strategy=None) -> keras.Model:
+    rule = keras.optimizers.Adam(0.01)
     if strategy is None:
         model = mlp()()
-        model.compile(optimizer=keras.optimizers.Adam(0.01), loss="mse")
+        model.compile(optimizer=rule, loss="mse")
     else:
-        model = compiled(mlp(), strategy, keras.optimizers.Adam(0.01))
-        tfscale.prepare(model)
+        model = tfscale.prepare(compiled(mlp(), strategy, rule))
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return model

@@ -5,14 +5,15 @@ import dataclasses
 import pickle
 from unittest import mock
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.legacy.saving import legacy_h5_format
 
 import tfscale
 from tests.helpers.ranks import (
     StopAt,
-    dtype_policy,
     float64,
     outcome,
     require_error,
@@ -20,7 +21,6 @@ from tests.helpers.ranks import (
     shared_folder,
 )
 from tests.helpers.spawn import sizes
-from tests.parallel.cases_saving import load_without_tfscale, new_model, train
 from tests.parallel.sharded_model import (
     N_STEPS,
     Adam,
@@ -35,42 +35,24 @@ from tests.parallel.sharded_model import (
 from tfscale.config import settings
 from tfscale.optimizer import saving
 
-LSO = keras.optimizers.LossScaleOptimizer
 
-
-def complete_values(model):
-    """Return all weights, then the complete state. Collective."""
-    arrays = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
-    return [np.asarray(a, "float64").ravel().tolist() for a in arrays]
-
-
-@sizes(2, 3, 4, timeout_s=100)
-def case_files_load_where_tfscale_is_not():
-    """All ranks save; each file is written once."""
-    model = train(tfscale.prepare(new_model(sharded(Adam(0.01)))))
-    with dtype_policy("mixed_float16"):
-        scaled = tfscale.prepare(new_model(sharded(LSO(Adam(0.01))), auto_scale_loss=False))
-        train(scaled)
-    assert model.optimizer.parts and scaled.optimizer.parts
+@sizes(2, timeout_s=80)
+def case_older_files_hold_complete_state():
+    """Read as they are: Keras does not restore the optimizer of a Sequential from them."""
+    model = compiled(sharded(Adam(0.01)))
+    fit(model, 0, N_STEPS)
+    state = model.optimizer.full_state()
     with shared_folder() as folder:
-        new_model(tfscale.DistributedOptimizer(Adam(0.01))).save(folder / f"{tfscale.rank()}.keras")
-        if tfscale.rank() == 0:
-            (folder / "0.keras").rename(folder / "fresh.keras")
-        with mock.patch.object(saving, "save_beside", wraps=saving.save_beside) as written:
-            model.save(folder / "model.keras")
-            model.save(folder / "model.h5")
-            model.save_weights(folder / "model.weights.h5")
-            scaled.save(folder / "scaled.keras")
-        assert written.call_count == (4 if tfscale.rank() == 0 else 0)
-        expected = {id(m): complete_values(m) for m in (model, scaled)}
-        if tfscale.rank() == 0:  # full_state was called by all ranks just before
-            checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-            checkpoint.write(str(folder / "checkpoint"))
-            found = load_without_tfscale(folder)
-            for name, content in found.items():
-                values = expected[id(scaled if name == "scaled.keras" else model)]
-                n_values = len(model.variables) if name == "model.h5" else None
-                require_identical(content["values"][:n_values], values[:n_values], name)
+        for name in ("model.h5", "model.hdf5"):
+            model.save(str(folder / name))  # by the rank that has the state, alone
+            tfscale.barrier()
+            with h5py.File(folder / name) as file:
+                written = legacy_h5_format.load_optimizer_weights_from_hdf5_group(file)
+                require_identical(written, state)
+
+
+def weights_file(path, kind=keras.callbacks.ModelCheckpoint, **options):
+    return kind(str(path), save_weights_only=True, **options)
 
 
 @sizes(2, 3, 4, timeout_s=100)
@@ -79,19 +61,12 @@ def case_save_points_of_rank_0_alone():
     with float64(), shared_folder() as folder:
         plain, states = alone(N_STEPS)
         model = compiled(sharded(Adam(0.01)))
-        callbacks = []
-        if tfscale.rank() == 0:
-            name = str(folder / "new" / "plain-{epoch}.keras")
-            ours = str(folder / "ours-{batch}.weights.h5")
-            callbacks = [
-                keras.callbacks.ModelCheckpoint(name),
-                tfscale.callbacks.ModelCheckpoint(ours, save_weights_only=True, save_freq=2),
-                tfscale.callbacks.RankZero(
-                    keras.callbacks.ModelCheckpoint(
-                        str(folder / "z.weights.h5"), save_weights_only=True
-                    )
-                ),
-            ]
+        ours = tfscale.callbacks.ModelCheckpoint
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(str(folder / "new" / "plain-{epoch}.keras")),
+            weights_file(folder / "ours-{batch}.weights.h5", ours, save_freq=2),
+            tfscale.callbacks.RankZero(weights_file(folder / "z.weights.h5")),
+        ] * (tfscale.rank() == 0)
         fit(model, 0, 3, callbacks)
         fit(model, 3, 6, callbacks, epochs=2, initial_epoch=1)
         require_state(model, states[6])
@@ -99,9 +74,7 @@ def case_save_points_of_rank_0_alone():
         found = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.*"))
         # Batches are counted across epochs: 2, 4 (number 1 of the second fit) and 6.
         batches = [f"ours-{b}.weights.h5" for b in (1, 2, 3)]
-        assert found == [*("new/plain-1.keras", "new/plain-2.keras"), *batches, "z.weights.h5"], (
-            found
-        )
+        assert found == ["new/plain-1.keras", "new/plain-2.keras", *batches, "z.weights.h5"]
         if tfscale.rank() == 0:
             for epoch, step in ((1, 3), (2, 6)):
                 loaded = keras.models.load_model(folder / "new" / f"plain-{epoch}.keras")
@@ -133,24 +106,25 @@ def case_one_rank_stops_where_another_saves():
     with float64(), shared_folder() as folder:
         for batch, n_steps in ((0, 4), (2, 6), (None, 6)):
             model = compiled(sharded(Adam(0.01)))
-            callbacks = [StopAt(batch)]
-            if tfscale.rank() == 0:
-                for freq in (1, "epoch"):
-                    path = str(folder / f"{freq}.weights.h5")
-                    callbacks.append(
-                        keras.callbacks.ModelCheckpoint(
-                            path, save_weights_only=True, save_freq=freq
-                        )
-                    )
-            fit(model, 0, 3, callbacks, epochs=4)
+            files = {freq: folder / f"{freq}.weights.h5" for freq in (1, "epoch")}
+            savers = [weights_file(path, save_freq=freq) for freq, path in files.items()]
+            fit(model, 0, 3, [StopAt(batch), *savers * (tfscale.rank() == 0)], epochs=4)
             values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
             assert int(model.optimizer.iterations.numpy()) == n_steps, batch
             if tfscale.rank() == 0:
-                for freq in (1, "epoch"):
+                for path in files.values():
                     other = compiled(Adam(0.5))
                     other.optimizer.build(other.trainable_variables)
-                    other.load_weights(folder / f"{freq}.weights.h5")
-                    require_near(state_of(other), values, (batch, freq))
+                    other.load_weights(path)
+                    require_near(state_of(other), values, (batch, path))
+
+
+def refused_save(save, rank, timeout_s):
+    """Require that a save on one rank is given up."""
+    short = dataclasses.replace(settings(), save_timeout_s=timeout_s)
+    with mock.patch("tfscale.optimizer.state.settings", lambda: short):
+        text = outcome(save) if tfscale.rank() == rank else ""
+    assert "Call it on every rank" in tfscale.allgather_object(text)[rank], text
 
 
 @sizes(2, 3, timeout_s=80)
@@ -158,15 +132,13 @@ def case_a_save_on_one_rank_is_refused_in_time():
     """And again on another rank; afterwards all save together."""
     model = compiled(sharded(Adam(0.01)))
     fit(model, 0, 2)
-    short = dataclasses.replace(settings(), save_timeout_s=1.0)
     last = tfscale.size() - 1
-    with shared_folder() as folder, mock.patch("tfscale.optimizer.state.settings", lambda: short):
+    with shared_folder() as folder:
         path = folder / "model.keras"
         checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
         for rank in (0, last, 0):
             for save in (lambda: model.save(path), lambda: checkpoint.write(str(folder / "c"))):
-                text = outcome(save) if tfscale.rank() == rank else ""
-                assert "Call it on every rank" in tfscale.allgather_object(text)[rank], text
+                refused_save(save, rank, 1.0)
         assert not path.exists()
         tfscale.barrier()
         model.save(path)
@@ -186,18 +158,12 @@ def save_and_compare(model, path):
 @sizes(2, timeout_s=120)
 def case_a_refused_save_stays_open_through_training():
     """Whole training, and training that one rank stops; then all save."""
-    short = dataclasses.replace(settings(), save_timeout_s=0.5)
     with float64(), shared_folder() as folder:
         model = compiled(sharded(Adam(0.01)))
         for number, stops in enumerate((False, True, False)):
             fit(model, 0, 2)
-            with mock.patch("tfscale.optimizer.state.settings", lambda: short):
-                refused = tfscale.rank() == number % 2
-                text = outcome(lambda: model.save(folder / "refused.keras")) if refused else ""
-            assert ("Call it on every rank" in text) == refused, text
-            tfscale.barrier()
-            callbacks = [StopAt(rank=0)] if stops else []
-            fit(model, 2, 4, callbacks, epochs=3)
+            refused_save(lambda: model.save(folder / "refused.keras"), number % 2, 0.5)
+            fit(model, 2, 4, [StopAt(rank=0)] if stops else [], epochs=3)
             save_and_compare(model, folder / f"stopped-{number}.keras")
             fit(model, 4, 6)
             save_and_compare(model, folder / f"{number}.keras")
@@ -263,13 +229,9 @@ def case_copies_begin_anew():
     fit(model, 0, 2)
     optimizer = model.optimizer
     optimizer.learning_rate = 0.25
-    copies = [
-        *(copy.copy(optimizer), copy.deepcopy(optimizer)),
-        optimizer.from_config(optimizer.get_config()),
-    ]
-    for other in copies:
-        assert type(other) is type(optimizer) and not other.built
-        assert isinstance(other.strategy, tfscale.Sharded)
+    again = optimizer.from_config(optimizer.get_config())
+    for other in (copy.copy(optimizer), copy.deepcopy(optimizer), again):
+        assert isinstance(other.strategy, tfscale.Sharded) and not other.built
         assert other.get_config() == optimizer.get_config()
         clone = keras.models.clone_model(model)
         clone.compile(other, "mse")
@@ -278,6 +240,5 @@ def case_copies_begin_anew():
     pickled = pickle.loads(pickle.dumps(optimizer))
     assert type(pickled) is Adam and pickled.get_config() == optimizer.get_config()
     fit(model, 2, 4)  # The original continues.
-    clone = keras.models.clone_model(model)
     clone.compile(optimizer, "mse")
     require_error(lambda: fit(clone, 0, 1), "variables that it was built for")

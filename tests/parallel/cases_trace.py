@@ -1,5 +1,6 @@
 """Times of collectives on real ranks: the report, the timeline, clocks."""
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -14,7 +15,6 @@ import tfscale
 from tests.helpers.spawn import sizes
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
 from tfscale.comm import events, runtime, timeline
-from tfscale.comm import events as recorder
 from tfscale.measure.analysis import Key, collectives_before
 from tfscale.measure.report import of_kind, read_rows
 
@@ -28,110 +28,72 @@ def shared_folder():
     return Path(tfscale.broadcast_object(folder))
 
 
-def build(exchange=None, **options):
+def build(exchange=None, rate=1e-3, **options):
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(64, use_bias=False) for _ in range(3)]
     model = keras.Sequential([keras.Input((64,)), *layers])
     exchange = exchange or tfscale.Allreduce(bucket_mb=0)
-    optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(1e-3), exchange=exchange)
+    optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(rate), exchange=exchange)
     model.compile(optimizer, loss="mse", **options)
     return model
 
 
-def fit(model, callbacks, epochs=2, n_steps=N_STEPS):
-    x = np.random.default_rng(0).normal(size=(16 * n_steps, 64)).astype("float32")
-    callbacks = [BroadcastGlobalVariablesCallback(0), *callbacks]
-    model.fit(x, x, batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks)
+def report(model, epochs=2, every_n_steps=1, **options):
+    """Train; return the rows of the report, and its folder. Collective."""
+    folder = shared_folder()
+    x = np.random.default_rng(0).normal(size=(16 * N_STEPS, 64)).astype("float32")
+    fed = options or {"x": x, "y": x, "batch_size": 16}
+    record = CommunicationReport(folder, every_n_steps=every_n_steps)
+    callbacks = [BroadcastGlobalVariablesCallback(0), record]
+    model.fit(**fed, epochs=epochs, verbose=0, callbacks=callbacks)
+    tfscale.barrier()
+    return read_rows(folder), folder
 
 
 def check_step(step, own):
     """Sums and R of a step against the times of its slots."""
-    last_posted = max(s["posted_s"] for s in own)
-    assert step["busy_s"][0][0] == step["begin_s"]
-    assert step["busy_s"][0][1] >= last_posted  # nothing is needed before
-    exposed = sum(s["t_b_s"] for s in own)
+    last_posted, exposed = max(s["posted_s"] for s in own), sum(s["t_b_s"] for s in own)
+    (begin, end), *_ = step["busy_s"]
+    assert begin == step["begin_s"] and end >= last_posted  # nothing is needed before
     assert exposed <= max(s["ended_s"] for s in own) - last_posted + 1e-7
-    np.testing.assert_allclose(step["exposed_s"], exposed, atol=1e-7)
     assert step["forward_wait_s"] == 0 < step["input_s"]
-    total = step["input_s"] + step["compute_s"] + exposed
-    np.testing.assert_allclose(total, step["step_s"], atol=1e-7)
-    total = sum(s["t_c_s"] for s in own)
-    np.testing.assert_allclose(step["t_c_s"], total, atol=1e-7)
+    whole, total = step["input_s"] + step["compute_s"] + exposed, sum(s["t_c_s"] for s in own)
+    found = [step[name] for name in ("exposed_s", "step_s", "t_c_s")]
+    np.testing.assert_allclose(found, [exposed, whole, total], atol=1e-7)
     share = 100 * (total - exposed) / total
     np.testing.assert_allclose(step["overlap_percent"], share, atol=1e-2)
 
 
-def check_slot(slot, same):
-    """What a slot says of the other ranks; `same` is that slot on all of them."""
-    started = [s["started_s"] for s in same]
-    assert len(started) == runtime.size()
-    np.testing.assert_allclose(slot["lead_s"], max(started) - slot["started_s"], atol=1e-7)
-    assert 0 <= slot["waiting_s"] <= slot["t_b_s"] + 1e-9
-    assert "kernel" in slot["name"]
-
-
-def by(rows, *names):
-    groups = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return groups
-
-
 @sizes(2, 3, timeout_s=120)
 def case_report_agrees_with_the_raw_trace():
-    folder = shared_folder()
-    fit(build(), [CommunicationReport(folder, every_n_steps=2)])
-    tfscale.barrier()
-    rows = read_rows(folder)
+    rows, folder = report(build(), every_n_steps=2)
     steps, slots = of_kind(rows, "step"), of_kind(rows, "slot")
-    recorded = [(0, 1), (0, 3), (0, 5), (0, 7), (1, 1), (1, 3), (1, 5), (1, 7)]
-    assert sorted({(s["epoch"], s["step"]) for s in steps}) == recorded
-    assert len(steps) == len(recorded) * runtime.size()
-    of_step = by(slots, "epoch", "step", "rank")
-    on_all_ranks = by(slots, "epoch", "step", "slot")
+    recorded = list(itertools.product((0, 1), (1, 3, 5, 7), range(runtime.size())))
+    assert sorted((s["epoch"], s["step"], s["rank"]) for s in steps) == recorded
     for step in steps:
-        own = of_step[step["epoch"], step["step"], step["rank"]]
+        same_step = [s for s in slots if (s["epoch"], s["step"]) == (step["epoch"], step["step"])]
+        own = [s for s in same_step if s["rank"] == step["rank"]]
         assert len(own) == 3 and sum(s["bytes"] for s in own) == 3 * 64 * 64 * 4
         check_step(step, own)
         for slot in own:
-            check_slot(slot, on_all_ranks[slot["epoch"], slot["step"], slot["slot"]])
+            started = [s["started_s"] for s in same_step if s["slot"] == slot["slot"]]
+            assert len(started) == runtime.size()
+            lead_s = max(started) - slot["started_s"]
+            np.testing.assert_allclose(slot["lead_s"], lead_s, atol=1e-7)
+            assert 0 <= slot["waiting_s"] <= slot["t_b_s"] + 1e-9
+            assert "kernel" in slot["name"]
     if runtime.rank() == 0:
         assert "Collectives of rank 0" in (folder / "communication.md").read_text()
         assert (folder / "communication.png").stat().st_size > 1000
-    tfscale.barrier()
-
-
-class Late(keras.callbacks.Callback):
-    """The last rank sleeps within each recorded step, before its function runs."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if runtime.rank() == runtime.size() - 1:
-            time.sleep(0.03)
 
 
 @sizes(2, timeout_s=60)
 def case_a_report_has_averages_that_overlap_with_training():
-    folder = shared_folder()
-    exchange = tfscale.LocalSGD(2, interval=4, overlap=2)
-    fit(build(exchange), [CommunicationReport(folder, every_n_steps=1)])
-    tfscale.barrier()
-    slots = of_kind(read_rows(folder), "slot")
-    assert {s["name"] for s in slots} >= {"posted average of parameters"}
+    rows, _ = report(build(tfscale.LocalSGD(2, interval=4, overlap=2)))
+    slots = [s for s in of_kind(rows, "slot") if s["rank"] == 0]
     # Sent after steps 4 and 8 of two epochs.
-    sent = [s for s in slots if s["name"].startswith("posted average") and s["rank"] == 0]
+    sent = [s for s in slots if s["name"] == "posted average of parameters"]
     assert len(sent) == 4 and all(s["bytes"] >= 3 * 64 * 64 * 4 for s in sent)
-
-
-@sizes(2, timeout_s=120)
-def case_others_wait_for_a_late_rank():
-    folder = shared_folder()
-    fit(build(), [CommunicationReport(folder, every_n_steps=1), Late()], epochs=1)
-    tfscale.barrier()
-    steps = of_kind(read_rows(folder), "step")
-    waiting = [[s["waiting_s"] for s in steps if s["rank"] == rank] for rank in (0, 1)]
-    assert np.median(waiting[0]) > 2 * np.median(waiting[1]), waiting
-    assert np.median(waiting[0]) > 0.01, waiting  # the other sleeps for 0.03 s
-    tfscale.barrier()
 
 
 class LateRate(keras.optimizers.schedules.LearningRateSchedule):
@@ -160,58 +122,28 @@ def case_input_and_forward_waits_are_split_from_computing():
     spec = (tf.TensorSpec((4, 64)), tf.TensorSpec((4, 64)))
     slow = tf.data.Dataset.from_generator(slow_batches, output_signature=spec)
     fast = tf.data.Dataset.from_tensors(next(slow_batches())).repeat(N_STEPS)
+    sharded = tfscale.Sharded(bucket_mb=0, dense="weights")
     medians = []
     for data, rate in ((slow, 1e-3), (fast, LateRate())):
-        layers = [keras.layers.Dense(64, use_bias=False) for _ in range(2)]
-        model = keras.Sequential([keras.Input((64,)), *layers])
-        sharded = tfscale.Sharded(bucket_mb=0, dense="weights")
-        optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(rate), exchange=sharded)
-        model.compile(optimizer, loss="mse")
-        folder = shared_folder()
-        start = BroadcastGlobalVariablesCallback(0)
-        report = CommunicationReport(folder, every_n_steps=1)
-        model.fit(data, verbose=0, callbacks=[start, report], steps_per_epoch=N_STEPS)
-        tfscale.barrier()
-        steps = [step for step in of_kind(read_rows(folder), "step") if step["rank"] == 0]
+        rows, _ = report(build(sharded, rate), epochs=1, x=data, steps_per_epoch=N_STEPS)
+        steps = [step for step in of_kind(rows, "step") if step["rank"] == 0]
         names = ("input_s", "forward_wait_s", "compute_s", "exposed_s")
         for step in steps:
             assert all(step[name] >= 0 for name in names), step
             total = sum(step[name] for name in names)
             np.testing.assert_allclose(total, step["step_s"], atol=1e-7)
         medians.append([np.median([step[name] for step in steps]) for name in names[:2]])
-        tfscale.barrier()
     slow, late = medians
     assert slow[0] > 5 * late[0] and late[1] > 5 * slow[1], medians
 
 
 @sizes(2, timeout_s=120)
 def case_steps_executed_together():
-    folder = shared_folder()
-    fit(build(steps_per_execution=4), [CommunicationReport(folder, every_n_steps=1)], epochs=2)
-    tfscale.barrier()
-    rows = read_rows(folder)
+    rows, _ = report(build(steps_per_execution=4))
     steps, slots = of_kind(rows, "step"), of_kind(rows, "slot")
     assert {s["n_steps"] for s in steps} == {4}
     assert {s["repeat"] for s in slots} == {0, 1, 2, 3}
     assert all(s["exposed_s"] < s["step_s"] for s in steps)
-    tfscale.barrier()
-
-
-@sizes(2)
-def case_dependencies_of_a_traced_function():
-    seen = []
-
-    @tf.function
-    def step(x):
-        first = tfscale.allreduce(x, name="first")
-        second = tfscale.allreduce(first * 2, name="second")
-        seen.append(tf.compat.v1.get_default_graph())
-        return second
-
-    step(tf.ones([3]))
-    before = collectives_before(seen[0])
-    plan = next(iter(before)).plan
-    assert before == {Key(plan, 0): frozenset(), Key(plan, 1): frozenset([Key(plan, 0)])}
 
 
 @sizes(2)
@@ -222,13 +154,12 @@ def case_updates_need_their_own_gradients_only():
         model.optimizer.global_clipnorm = clipping.get("global_clipnorm")
         x = np.ones((4, 64), "float32")
         model.train_on_batch(x, x)
-        listener = recorder.Listener()
+        listener = events.Listener()
         model.train_on_batch(x, x)
-        events = listener.take()
-        stamps = events[(events["slot"] < 0) & (events["slot"] > recorder.INPUT_SLOT)]
-        gradients = events[events["slot"] >= 0]
-        assert len(stamps) == len(gradients) == 3
-        assert sum(events["slot"] == recorder.INPUT_SLOT) == 1  # of the batch
+        found = listener.take()
+        stamps = found[(found["slot"] < 0) & (found["slot"] > events.INPUT_SLOT)]
+        assert len(stamps) == sum(found["slot"] >= 0) == 3
+        assert sum(found["slot"] == events.INPUT_SLOT) == 1  # of the batch
         before = collectives_before(runtime.backend().graph_of(int(stamps[0]["plan"])))
         n_needed = [len(before[Key(int(e["plan"]), int(e["slot"]))]) for e in stamps]
         # `iterations` and so all updates wait for the first gradient.
@@ -247,32 +178,26 @@ def case_clocks_agree_within_the_stated_error():
     assert together.error_ns == 0 and int(together.to_rank_zero(now)) == now
 
 
-def check_trace(path):
-    content = json.loads(path.read_text())
+@sizes(1, 2)
+def case_timeline_of_all_ranks():
+    file, n = shared_folder() / "trace.json", runtime.size()
+    timeline.start_timeline(str(file))
+    rows, _ = report(build(), epochs=1)
+    timeline.stop_timeline()
+    tfscale.barrier()
+    if n == 1:
+        steps = of_kind(rows, "step")
+        assert len(steps) == N_STEPS - 1 and "exposed_s" not in steps[0]
+        return
+    content = json.loads(file.read_text())
     bars = [e for e in content["traceEvents"] if e["ph"] == "X"]
-    assert {e["pid"] for e in bars} == set(range(runtime.size()))
-    assert len(content["otherData"]["clock_error_us"]) == runtime.size()
+    assert {e["pid"] for e in bars} == set(range(n))
+    assert len(content["otherData"]["clock_error_us"]) == n
     assert min(e["ts"] for e in bars) == 0 and all(e["dur"] >= 0 for e in bars)
     wires = [e for e in bars if e["name"] == "on the wire"]
     assert len([e for e in bars if "args" in e]) == len(wires) > 0
-    return bars
-
-
-@sizes(1, 2)
-def case_timeline_of_all_ranks():
-    folder = shared_folder()
-    model = build()
-    timeline.start_timeline(str(folder / "trace.json"))
-    fit(model, [CommunicationReport(folder, every_n_steps=1)], epochs=1)
-    timeline.stop_timeline()
-    tfscale.barrier()
-    if runtime.size() > 1:
-        bars = check_trace(folder / "trace.json")
-        assert len([e for e in bars if "kernel" in e["name"]]) >= 3 * N_STEPS * runtime.size()
-        assert len([e for e in bars if e["name"].startswith("step")]) == (N_STEPS - 1) * 2
-    else:
-        steps = of_kind(read_rows(folder), "step")
-        assert len(steps) == N_STEPS - 1 and "exposed_s" not in steps[0]
+    assert len([e for e in bars if "kernel" in e["name"]]) >= 3 * N_STEPS * n
+    assert len([e for e in bars if e["name"].startswith("step")]) == (N_STEPS - 1) * 2
     tfscale.barrier()
 
 

@@ -1,23 +1,19 @@
 """`tfscale tune` on real ranks: a probe of local SGD, and measured links."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
 import math
-from collections.abc import Iterator
 from unittest import mock
 
 import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import outcome, shared_folder
+from tests.helpers.ranks import outcome, require_error, shared_folder
 from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import dense_model
-from tests.parallel.local_sgd_reference import BATCH, samples
-from tests.parallel.local_sgd_reference import STEPS as STEPS_PER_EPOCH
+from tests.parallel.local_sgd_reference import BATCH, STEPS, samples
 from tfscale.launcher.tune import links
 from tfscale.launcher.tune.links import measure_model
 from tfscale.launcher.tune.scripts import (
@@ -30,63 +26,56 @@ from tfscale.launcher.tune.scripts import (
 )
 from tfscale.measure.model_layers import find_model, read_layers
 from tfscale.plan.costs import Scenario
-from tfscale.plan.machines import Machine, find_machine
+from tfscale.plan.machines import find_machine
 from tfscale.plan.parts import bucketed
 from tfscale.plan.simulate import simulate
 
-STEPS, INTERVAL = 6, 2
 
-
-def probed(rule, learning_rate, folder, more=()):
-    """Return what a probe of as many groups as there are ranks has written."""
-    settings = {"groups": tfscale.size(), "interval": INTERVAL, "rate_rule": "linear"}
-    settings |= {"learning_rate": learning_rate, "steps": STEPS, "output": f"{folder}/found.json"}
+def probe(folder, run, **settings):
+    """Return what a probe of local SGD has written; `run` trains a model on data. Collective."""
+    settings = {"rate_rule": "linear", "learning_rate": None, **settings}
+    settings |= {"groups": 2, "output": f"{folder}/found.json"}
     keras.utils.set_random_seed(3)
     model = dense_model()
-    model.compile(tfscale.DistributedOptimizer(rule), "mse")
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
     data = tfscale.data.GlobalBatches(*samples(), batch_size=BATCH // 2, shuffle=False)
-    _regroup(model, settings)
-    _enlarge(data, settings["groups"])
-    record = tfscale.callbacks.ModelDistance()
-    start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
     with contextlib.suppress(_Done):
-        callbacks = [*more, start, record, _GroupsProbe(settings, record)]
-        model.fit(data, epochs=99, verbose=0, callbacks=callbacks)
+        run(model, data, settings)
     tfscale.barrier()
-    return json.loads((folder / "found.json").read_text())
+    found = json.loads((folder / "found.json").read_text())
+    tfscale.barrier()
+    return found
 
 
 @sizes(2, timeout_s=100)
 def case_groups_go_on_apart_behind_an_epoch():
     """A script may have a callback that unites groups; the probe's own must not do so again."""
-    found = []
     with shared_folder() as folder:
-        settings = {"groups": 2, "interval": 4, "rate_rule": "linear", "learning_rate": None}
-        settings |= {"steps": 3 * STEPS_PER_EPOCH, "output": f"{folder}/found.json"}
+        found = []
         for callbacks in ([tfscale.callbacks.BroadcastGlobalVariablesCallback(0)], []):
-            keras.utils.set_random_seed(3)
-            model = dense_model()
-            model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
-            data = tfscale.data.GlobalBatches(*samples(), batch_size=BATCH // 2, shuffle=False)
-            patched = mock.patch.object(keras.Model, "fit", probed_fit(settings))
-            with patched, contextlib.suppress(_Done):
-                model.fit(data, epochs=1, verbose=0, callbacks=callbacks)
-            tfscale.barrier()
-            found.append(json.loads((folder / "found.json").read_text())["distances"])
-            tfscale.barrier()
+
+            def run(model, data, settings, given=callbacks):
+                with mock.patch.object(keras.Model, "fit", probed_fit(settings)):
+                    model.fit(data, epochs=1, verbose=0, callbacks=given)
+
+            found.append(probe(folder, run, interval=4, steps=3 * STEPS)["distances"])
     np.testing.assert_array_equal(*found)
 
 
 @sizes(2, timeout_s=60)
 def case_a_rate_that_changes_is_refused():
-    def lower(epoch):
-        return 0.5 / (1 + epoch)
+    def run(model, data, settings):
+        _regroup(model, settings)
+        _enlarge(data, settings["groups"])
+        record = tfscale.callbacks.ModelDistance()
+        lower = keras.callbacks.LearningRateScheduler(lambda epoch: 0.5 / (1 + epoch))
+        start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
+        callbacks = [lower, start, record, _GroupsProbe(settings, record)]
+        model.fit(data, epochs=99, verbose=0, callbacks=callbacks)
 
+    text = "a rate that the script changes from 0.1 to 0.5 in step 1. "
     with shared_folder() as folder:
-        rule = keras.optimizers.SGD(0.05)
-        changes = [keras.callbacks.LearningRateScheduler(lower)]
-        text = outcome(lambda: probed(rule, None, folder, changes))
-        assert "a rate that the script changes from 0.1 to 0.5 in step 1. " in text, text
+        require_error(lambda: probe(folder, run, interval=2, steps=6), text)
 
 
 SCRIPT = """
@@ -136,18 +125,12 @@ def case_a_script_trains_with_each_compression_and_seed():
         assert "must use tfscale.DistributedOptimizer. Received: SGD." in text, text
 
 
-@contextlib.contextmanager
-def few_rounds() -> Iterator[None]:
+def few_rounds():
     """Measure little: these tests are not about precision."""
-    before = links._ROUNDS, links._SIZES
-    links._ROUNDS, links._SIZES = 3, (4096, 65536, 2**20)
-    try:
-        yield
-    finally:
-        links._ROUNDS, links._SIZES = before
+    return mock.patch.multiple(links, _ROUNDS=3, _SIZES=(4096, 65536, 2**20))
 
 
-def measured() -> Machine:
+def measured():
     with few_rounds():
         between = links.measure_links(tfscale.global_process_set)
         return links.machine_from(between, [], links.measure_compute())
@@ -176,13 +159,8 @@ def case_links_are_measured_alike_on_all_ranks():
 @sizes(4, timeout_s=120)
 def case_the_inside_of_a_host_is_measured_with_its_ranks():
     """Four ranks of one host play two hosts of two."""
-    before = links.runtime.local_size
-    links.runtime.local_size = lambda: 2
-    try:
-        with few_rounds():
-            inside = links.measure_inside()
-    finally:
-        links.runtime.local_size = before
+    with few_rounds(), mock.patch.object(links.runtime, "local_size", lambda: 2):
+        inside = links.measure_inside()
     assert len(inside) == 3
     assert all(other == inside for other in tfscale.allgather_object(inside))
 

@@ -1,4 +1,6 @@
-"""Warnings of ranks that exchange nothing, or train on equal samples or from unequal weights."""
+"""Warnings of ranks that exchange nothing, train on equal samples or from unequal weights, or judge
+by metrics of their own samples.
+"""
 
 import logging
 import tempfile
@@ -85,13 +87,8 @@ def case_ranks_that_train_apart_are_told():
     assert told not in warnings_of(lambda: train(SGD(0.1), **averaging))
     assert told not in warnings_of(train)
     assert told not in warnings_of(lambda: fit_own_step(True))
-
-    def without_callbacks():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(SGD(0.1), "mse")
-        model.fit(batches(1)["data"], verbose=0)
-
-    assert told in warnings_of(without_callbacks)
+    model = one_layer(SGD(0.1))
+    assert told in warnings_of(lambda: model.fit(batches(1)["data"], verbose=0))
 
 
 @sizes(2)
@@ -101,14 +98,13 @@ def case_the_first_plain_fit_is_told_by_one_rank():
 
     def fit(optimizer, independent=False):
         watch_first_fit(independent)  # as `init` does
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(optimizer, "mse")
+        model = one_layer(optimizer)
         for _ in range(2):
             model.fit(np.zeros((8, 2)), np.zeros(8), verbose=0)
 
     def alone(*arguments):
-        return fit(*arguments) if tfscale.rank() == 0 else None
+        if tfscale.rank() == 0:
+            fit(*arguments)
 
     assert warnings_of(lambda: alone(SGD(0.1))).count(told) == 1
     assert tfscale.rank() != 0 or "fit" not in vars(keras.Model)  # Keras's own again
@@ -146,13 +142,19 @@ def case_an_own_step_that_exchanges_nothing_is_told():
     assert "no tfscale.DistributedGradientTape is used" in text
 
 
+def one_layer(optimizer, seed=1, is_built=True):
+    keras.utils.set_random_seed(seed)
+    first = [keras.Input((2,))] if is_built else []
+    model = keras.Sequential([*first, keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    return model
+
+
 @sizes(2)
 def case_equal_samples_are_told():
     def fit(seed):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(DistributedOptimizer(SGD(0.1)), "mse")
         x = np.random.default_rng(seed).normal(size=(N, 2))
+        model = one_layer(DistributedOptimizer(SGD(0.1)))
         model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, callbacks=[Callback()])
 
     assert "Ranks 0, 1 were given the same samples." in warnings_of(lambda: fit(0))
@@ -162,14 +164,12 @@ def case_equal_samples_are_told():
 @sizes(2, 3)
 def case_unequal_first_weights_are_refused():
     def fit(seed, *callbacks, broadcast=False, steps=0):
-        keras.utils.set_random_seed(seed)
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile(DistributedOptimizer(SGD(0.1)), "mse")
+        model = one_layer(DistributedOptimizer(SGD(0.1)), seed)
         model.optimizer.iterations.assign(steps)
         if broadcast:
             tfscale.broadcast_variables(model.weights)
-        model.fit(verbose=0, callbacks=[Callback(), *callbacks], x=batches(1)["data"])
-        model.fit(batches(1)["data"], verbose=0, callbacks=[Callback()])
+        for more in (callbacks, ()):
+            model.fit(batches(1)["data"], verbose=0, callbacks=[Callback(), *more])
 
     own = 1 + tfscale.rank()
     require_error(lambda: fit(own), TOLD)
@@ -184,10 +184,7 @@ def case_who_restores_looks_at_first_weights():
     """Where there is nothing to restore yet: else all ranks get what was saved."""
 
     def fit(callback, is_built=True, epochs=1):
-        keras.utils.set_random_seed(1 + tfscale.rank())
-        first = [keras.Input((2,))] if is_built else []
-        model = keras.Sequential([*first, keras.layers.Dense(1)])
-        model.compile(DistributedOptimizer(SGD(0.1)), "mse")
+        model = one_layer(DistributedOptimizer(SGD(0.1)), 1 + tfscale.rank(), is_built)
         callbacks = [callback, MetricAverageCallback()]
         model.fit(batches(1)["data"], epochs=epochs, verbose=0, callbacks=callbacks)
 
@@ -202,3 +199,50 @@ def case_who_restores_looks_at_first_weights():
         tfscale.barrier()
         fit(make(folder), epochs=2)
     require_error(lambda: fit(Callback(), is_built=False), TOLD)
+
+
+def told_anew(action):
+    with mock.patch("tfscale.comm.warnings._told", set()):
+        return warnings_of(action)
+
+
+@sizes(2)
+def case_judges_by_own_metrics_are_told():
+    def fit(*callbacks):
+        start = BroadcastGlobalVariablesCallback(0)
+        model.fit(batches(1)["data"], verbose=0, callbacks=[start, *callbacks])
+
+    model = one_layer(DistributedOptimizer(SGD(0.1)))
+
+    def judge():
+        return keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+
+    told = "EarlyStopping sees the metrics of each rank's own samples"
+    assert told in told_anew(lambda: fit(judge()))
+    assert told in told_anew(lambda: fit(judge(), MetricAverageCallback()))
+    assert "own samples" not in told_anew(lambda: fit(MetricAverageCallback(), judge()))
+    assert "own samples" not in told_anew(fit)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=5)
+    assert "ReduceLROnPlateau sees" in told_anew(lambda: fit(plateau))
+
+
+@sizes(2)
+def case_an_evaluation_of_own_slices_is_told():
+    model, x = one_layer(DistributedOptimizer(SGD(0.1))), np.ones((24, 2))
+    whole = {"batch_size": 12, "shuffle": False, "drop_remainder": False}
+    valid = tfscale.data.GlobalBatches(x, x[:, :1], **whole)
+    told = "evaluate() returns the metrics of this rank's slices"
+    assert told in told_anew(lambda: model.evaluate(valid, verbose=0))
+    averaged = {"callbacks": [MetricAverageCallback()]}
+    assert told not in told_anew(lambda: model.evaluate(valid, verbose=0, **averaged))
+    assert told not in told_anew(lambda: model.evaluate(x, x[:, :1], verbose=0))
+    start = BroadcastGlobalVariablesCallback(0)
+    assert told not in told_anew(
+        lambda: model.fit(batches(1)["data"], validation_data=valid, verbose=0, callbacks=[start])
+    )
+
+    def one_rank_alone():
+        if tfscale.rank() == 0:
+            model.evaluate(valid, verbose=0)
+
+    assert told in told_anew(one_rank_alone)

@@ -4,8 +4,6 @@ Run by test_hosts.py on several layouts. Other cases exchange so little that eve
 whole to every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import keras
@@ -50,11 +48,8 @@ def case_allreduce_and_sync_batch_normalization():
     )
 
 
-def case_sharded():
+def case_sharded_chunks_and_replicated_layers():
     check(tfscale.Sharded(dense="weights"), "adam")
-
-
-def case_chunks_and_replicated_layers():
     check(tfscale.Chunked(first_chunk_layers=1, replicated_dense=2))
 
 
@@ -93,15 +88,12 @@ def case_sets_of_ranks_of_several_hosts():
     numbers = np.arange(60_000.0)  # 480 KB
     every = [numbers * (r + 1) for r in members.ranks]
     own, total, last = every[here], sum(every), members.ranks[-1]
-    parts = [np.split(values, n) for values in every]
+    mine = [np.split(values, n)[here] for values in every]
     for call, expected in (
         (lambda: tfscale.allreduce(own, Sum, process_set=members), total),
         (lambda: tfscale.reducescatter(own, Sum, process_set=members), np.split(total, n)[here]),
         (lambda: tfscale.allgather(own, process_set=members), np.concatenate(every)),
         (lambda: tfscale.broadcast(own, last, process_set=members), every[-1]),
-        (
-            lambda: tfscale.alltoall(own, process_set=members),
-            np.concatenate([part[here] for part in parts]),
-        ),
+        (lambda: tfscale.alltoall(own, process_set=members), np.concatenate(mine)),
     ):
         np.testing.assert_array_equal(call(), expected, err_msg=f"rank {rank}")

@@ -1,5 +1,7 @@
 """Local SGD by hand: single processes whose models are averaged in NumPy."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -19,12 +21,6 @@ def models_for(groups, make, build=dense_model):
         model.optimizer.build(model.trainable_variables)
         models.append(model)
     return models
-
-
-def own_part(step, group, groups):
-    part = BATCH // groups
-    begin = step * BATCH + group * part
-    return slice(begin, begin + part)
 
 
 def train_by_hand(make, groups, interval, n_steps=STEPS, **options):
@@ -50,11 +46,14 @@ def samples():
     return x, np.random.default_rng(8).normal(size=(len(x), 3))
 
 
-def bf16_mean(changes):
-    """Return the mean of changes that are sent as bfloat16, added in float32, and rounded again."""
-    total = sum(tf.cast(tf.cast(c, tf.bfloat16), tf.float32) for c in changes)
-    mean = tf.cast(total * np.float32(1 / len(changes)), tf.bfloat16)
+def rounded_mean(dtype, changes):
+    """Return the mean of changes that are sent in 16 bits, added in float32, and rounded again."""
+    total = sum(tf.cast(tf.cast(c, dtype), tf.float32) for c in changes)
+    mean = tf.cast(total * np.float32(1 / len(changes)), dtype)
     return tf.cast(mean, tf.float64).numpy()
+
+
+bf16_mean = functools.partial(rounded_mean, tf.bfloat16)
 
 
 def set_rate(optimizer, rate):
@@ -130,9 +129,9 @@ class ByHand:
         return mean_of([m.trainable_variables for m in self.models])
 
     def rows_of(self, step, group, groups):
-        first = step * self.passes % STEPS
-        parts = [own_part(batch, group, groups) for batch in range(first, first + self.passes)]
-        return np.concatenate([np.arange(part.start, part.stop) for part in parts])
+        part, first = np.arange(BATCH // groups), step * self.passes % STEPS
+        batches = range(first, first + self.passes)
+        return np.concatenate([BATCH * batch + len(part) * group + part for batch in batches])
 
     def average(self, step):
         """Merge what was sent so many steps ago, and send what is due after a step."""
@@ -177,8 +176,10 @@ class ByHand:
     def mean_for(self, i, values):
         if self.mean is None:
             return np.mean(values, axis=0)
-        last = self.common[i].numpy()
-        return last + self.mean([value - last for value in values])
+        last, unit = self.common[i].numpy(), 1.0
+        if self.strategy.average == "gradients":  # which are sent without their rate
+            unit = -float(self.models[0].optimizer.learning_rate.numpy())
+        return last + unit * self.mean([(value - last) / unit for value in values])
 
     def merge(self, f):
         sent = self.under_way.pop(f)[1]
@@ -190,14 +191,16 @@ class ByHand:
         else:
             for variable, mean in zip(common, means.values(), strict=True):
                 variable.assign(mean)
-        weight = 0 if self.strategy.average == "gradients" else self.strategy.merge
+        are_summed = self.strategy.average == "gradients"
+        weight = 0 if are_summed else self.strategy.merge
         for i, values in sent.items():
             new = self.common[i].numpy()
             for g, variable in enumerate(self.variables[i]):
                 own = variable.numpy()
                 added = own + new - values[g]
                 variable.assign(added if weight is None else weight * own + (1 - weight) * new)
-                self.squares[g, i // 2] += np.sum((means[i] - values[g]) ** 2)
+                apart = own if are_summed else values[g]
+                self.squares[g, i // 2] += np.sum((means[i] - apart) ** 2)
         if f == len(self.places) - 1:
             self.distances.append(np.mean(np.sqrt(self.squares.sum(axis=1))))
             self.layer_distances.append(np.mean(np.sqrt(self.squares), axis=0))

@@ -1,7 +1,6 @@
 """Every public way of reading the parameters of a model."""
 
 import copy
-import io
 import pickle
 import re
 import tempfile
@@ -39,24 +38,18 @@ WAYS["tf.convert_to_tensor"] = each(tf.convert_to_tensor)
 WAYS["keras.ops.convert_to_numpy"] = each(keras.ops.convert_to_numpy)
 WAYS["eager math"] = each(lambda v: [v + 1, 2 * v, -v, abs(v), v**2, v < 0.1])
 WAYS["tf functions"] = each(lambda v: [tf.reduce_sum(v), tf.square(v), tf.concat([v, v], 0)])
-WAYS["keras functions"] = each(lambda v: [keras.ops.sum(v), keras.ops.tanh(v)])
 WAYS["slices"] = each(lambda v: [v[0], v[-1:]])
-WAYS["float"] = each(lambda v: float(tf.reshape(v, [-1])[0]))
 WAYS["repr"] = each(lambda v: [float(x) for x in re.findall(NUMBER, repr(v).split("value=")[1])])
 WAYS["deepcopy of a variable"] = each(lambda v: copy.deepcopy(v).numpy())
 WAYS["pickled variable"] = each(lambda v: pickle.loads(pickle.dumps(v)).numpy())
 WAYS["copy of a variable"] = each(lambda v: copy.copy(v).numpy())
 WAYS["get_weights"] = lambda model: model.get_weights()
-WAYS["get_weights of a layer"] = lambda model: model.layers[-1].get_weights()
 WAYS["state tree"] = lambda model: list(
     tf.nest.flatten(model.get_state_tree(value_format="numpy_array")["trainable_variables"])
 )
 WAYS["predict"] = lambda model: model.predict(X, verbose=0)
-WAYS["predict_on_batch"] = lambda model: model.predict_on_batch(X)
 WAYS["evaluate"] = lambda model: model.evaluate(X, Y, verbose=0)
 WAYS["call"] = lambda model: model(X)
-WAYS["call of a layer"] = lambda model: model.layers[-1](np.ones((2, 5), "float32"))
-WAYS["embedding"] = lambda model: model.layers[0](X)
 WAYS["gather"] = lambda model: tf.gather(model.layers[0].embeddings, [3, 1])
 WAYS["embedding_lookup"] = lambda model: tf.nn.embedding_lookup(
     model.layers[0].embeddings.value, [3, 1]
@@ -64,7 +57,6 @@ WAYS["embedding_lookup"] = lambda model: tf.nn.embedding_lookup(
 WAYS["part of the model"] = lambda model: keras.Model(model.inputs, model.layers[2].output)(X)
 WAYS["deepcopy of the model"] = lambda model: copy.deepcopy(model).get_weights()
 WAYS["pickled model"] = lambda model: pickle.loads(pickle.dumps(model)).get_weights()
-WAYS["another function"] = lambda model: tf.function(lambda: model(X))()
 
 
 @way
@@ -104,15 +96,6 @@ def save(model):
             for end in ("keras", "h5")
         ]
     return [m.get_weights() for m in loaded]
-
-
-@way
-def save_weights(model):
-    other = build()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_weights(f"{folder}/model.weights.h5")
-        other.load_weights(f"{folder}/model.weights.h5")
-    return other.get_weights()
 
 
 @way
@@ -171,18 +154,3 @@ def dataset(model):
     kernel = model.layers[-1].kernel
     data = tf.data.Dataset.range(3).map(lambda i: tf.reduce_sum(kernel) + tf.cast(i, tf.float32))
     return list(data.as_numpy_iterator())
-
-
-@way
-def functional_keras(model):
-    trainable = [v.value for v in model.trainable_variables]
-    state = [v.value for v in model.non_trainable_variables]
-    return model.stateless_call(trainable, state, X)[0]
-
-
-@way
-def archive(model):
-    file = io.BytesIO()
-    np.savez(file, *model.trainable_variables)
-    file.seek(0)
-    return list(np.load(file).values())

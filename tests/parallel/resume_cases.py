@@ -1,6 +1,5 @@
 """Cases that `test_resume` runs on ranks; the environment names their folder."""
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -8,16 +7,10 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import InterruptAt, Interruption, float64, values_of
+from tests.helpers.ranks import InterruptAt, float64, values_of
 from tests.parallel import cases_adaptive
-from tests.parallel.cases_equality import BATCH
 from tests.parallel.checkpoint_runs import Run, forget_after, growing
-from tests.parallel.sharded_model import compiled, require_state, sharded, state_of
-from tfscale.callbacks import (
-    BackupAndRestore,
-    BroadcastGlobalVariablesCallback,
-    MetricAverageCallback,
-)
+from tfscale.callbacks import BackupAndRestore
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.files import Part
 from tfscale.checkpoints.snapshot_restore import Reader
@@ -64,7 +57,6 @@ def begin():
             values, steps = run.train(folder() / name, every_n_steps=1, keep=99)
             forget_after(folder() / name, first)
             write_results(f"{name}-whole", values, steps.logs)
-    begin_groups("sharded")
 
 
 def go_on():
@@ -76,7 +68,6 @@ def go_on():
             values, steps = run.train(where, every_n_steps=1, keep=99)
             forget_after(where, second)
             write_results(f"{name}-{runtime.size()}", values, steps.logs)
-    go_on_with_groups("sharded")
 
 
 def finish():
@@ -89,10 +80,9 @@ def finish():
             write_results(f"{name}-{runtime.size()}", values, steps.logs)
 
 
-def begin_groups(*names):
+def begin_groups():
     with float64():
-        for name in names or LOCAL:
-            strategy, step = LOCAL[name]
+        for name, (strategy, step) in LOCAL.items():
             Run(exchange=strategy).write(folder() / f"local-{name}", step)
 
 
@@ -117,166 +107,41 @@ class Averages(keras.callbacks.Callback):
         self._note()
 
 
-def go_on_with_groups(*names):
-    with float64():
-        for name in names or LOCAL:
-            go_on_with_other_groups(name, *LOCAL[name])
-
-
-def go_on_with_other_groups(name, strategy, step):
+def go_on_with_groups():
     """Two ranks take the place of two groups of two: each begins with the mean of both models."""
-    where, seen = folder() / f"local-{name}", Averages()
-    (found, *_) = list_checkpoints(where)
-    reader = Reader([Part.stored(found.path, manifest) for manifest in found.check()])
-    assert reader.groups == [[0, 1], [2, 3]]
-    models = [[reader.get(r, f"weight/{i}") for i in range(6)] for r in (0, 2)]
-    assert not np.array_equal(models[0][0], models[1][0])  # within an interval
-    _, steps = Run(exchange=strategy).train(where, seen)
-    assert steps.batches[0] == step % 5
-    for own, first, second in zip(seen.begun, *models, strict=True):
-        np.testing.assert_allclose(own, (first + second) / 2, rtol=0, atol=1e-15)
-    assert seen.noted == NOTED[name], (name, seen.noted)
-
-
-STEPS_PER_EPOCH, N_EPOCHS = 4, 3
-SAVED = {"epoch": STEPS_PER_EPOCH, "step": STEPS_PER_EPOCH + 2}  # after so many steps
-
-
-def all_data():
-    """Return the global batches of all steps; each has inputs of shape (batch, 6)."""
-    n = STEPS_PER_EPOCH * N_EPOCHS
-    random = np.random.default_rng(5)
-    return random.normal(size=(n, BATCH, 6)), random.normal(size=(n, BATCH, 3))
-
-
-class Losses(keras.callbacks.Callback):
-    def __init__(self, first: int):
-        super().__init__()
-        self.found, self.step = {}, first
-
-    def on_train_batch_end(self, batch, logs=None):
-        # Metrics are running means within an epoch: each step's loss is taken out of them.
-        mean = float(np.mean(tfscale.allgather_object(float(logs["loss"]))))
-        before = sum(self.found[f"loss {self.step - i - 1}"] for i in range(batch))
-        self.found[f"loss {self.step}"] = mean * (batch + 1) - before
-        self.step += 1
-
-
-def train(model, first: int, stop: int, callbacks=()) -> dict[str, float]:
-    """Train on the global batches `first` to `stop`, epoch by epoch; return each step's loss."""
-    x, y = all_data()
-    losses = Losses(first)
-    for begin in range(first - first % STEPS_PER_EPOCH, stop, STEPS_PER_EPOCH):
-        rows = slice(max(begin, first), min(begin + STEPS_PER_EPOCH, stop))
-        batches = tfscale.data.GlobalBatches(
-            np.concatenate(x[rows]), np.concatenate(y[rows]), batch_size=BATCH, shuffle=False
-        )
-        start = BroadcastGlobalVariablesCallback(0)
-        model.fit(
-            batches, verbose=0, callbacks=[start, losses, MetricAverageCallback(), *callbacks]
-        )
-    return losses.found
-
-
-def write_sharded(name: str, model, losses: dict[str, float]) -> None:
-    values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
-    if tfscale.rank() == 0:
-        variables = {f"variable {i}": value for i, value in enumerate(values)}
-        np.savez(folder() / f"{name}.npz", **losses, **variables)
-
-
-class CopyAfter(keras.callbacks.Callback):
-    """Keeps the checkpoints of two moments: those that the issue asks for."""
-
-    def __init__(self):
-        super().__init__()
-        self.n_steps = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.n_steps += 1
-        latest = folder() / "latest.keras"
-        if self.n_steps == SAVED["step"]:
-            latest.replace(folder() / "step.keras")
-
-    def on_epoch_end(self, epoch, logs=None):
-        if self.n_steps == SAVED["epoch"]:
-            (folder() / "end.keras").replace(folder() / "epoch.keras")
-
-
-def save_sharded():
-    """Train to the end; rank 0 alone saves after each epoch and every second step."""
     with float64():
-        callbacks = []
-        if tfscale.rank() == 0:
-            x, y = all_data()
-            np.savez(folder() / "data.npz", x=x, y=y)
-            callbacks = [
-                keras.callbacks.ModelCheckpoint(str(folder() / "end.keras")),
-                keras.callbacks.ModelCheckpoint(str(folder() / "latest.keras"), save_freq=2),
-                CopyAfter(),
-            ]
-        model = compiled(sharded(keras.optimizers.Adam(0.01)))
-        losses = train(model, 0, STEPS_PER_EPOCH * N_EPOCHS, callbacks)
-        write_sharded("uninterrupted", model, losses)
-
-
-def go_on_sharded():
-    """Load on all ranks and train on the remaining batches."""
-    with float64():
-        for moment, first in SAVED.items():
-            model = tfscale.load_model(folder() / f"{moment}.keras", exchange=tfscale.Sharded())
-            losses = train(model, first, STEPS_PER_EPOCH * N_EPOCHS)
-            assert model.optimizer.parts
-            write_sharded(f"{tfscale.size()}-{moment}", model, losses)
-
-
-def fit_with_backup(save_freq, *callbacks):
-    """Train for three epochs on the same batches; only rank 0 has the folder."""
-    x, y = (values[:STEPS_PER_EPOCH] for values in all_data())
-    batches = tfscale.data.GlobalBatches(
-        np.concatenate(x), np.concatenate(y), batch_size=BATCH, shuffle=False
-    )
-    name = f"backup-{save_freq}" if tfscale.rank() == 0 else f"not-there-{tfscale.rank()}"
-    model = compiled(sharded(keras.optimizers.Adam(0.01)), seed=3 + tfscale.rank())
-    backup = BackupAndRestore(str(folder() / name), save_freq=save_freq)
-    start = BroadcastGlobalVariablesCallback(0)
-    with contextlib.suppress(Interruption):
-        model.fit(batches, epochs=N_EPOCHS, verbose=0, callbacks=[backup, start, *callbacks])
-    return model
-
-
-def back_up():
-    """Stop at the end of the second epoch, before its own backup is written."""
-    with float64():
-        for save_freq in ("epoch", 3):
-            fit_with_backup(save_freq, InterruptAt(1))
-
-
-def restore():
-    """Resume where the backup was taken: after four steps, or after six, in mid-epoch."""
-    with float64():
-        x, y = all_data()
-        for save_freq in ("epoch", 3):
-            model = fit_with_backup(save_freq)
-            single = compiled(keras.optimizers.Adam(0.01))
-            for step in range(N_EPOCHS * STEPS_PER_EPOCH):
-                place = step % STEPS_PER_EPOCH
-                single.train_on_batch(x[place], y[place])
-            require_state(model, state_of(single), save_freq)
+        for name, (strategy, step) in LOCAL.items():
+            where, seen = folder() / f"local-{name}", Averages()
+            (found, *_) = list_checkpoints(where)
+            reader = Reader([Part.stored(found.path, manifest) for manifest in found.check()])
+            assert reader.groups == [[0, 1], [2, 3]]
+            models = [[reader.get(r, f"weight/{i}") for i in range(6)] for r in (0, 2)]
+            assert not np.array_equal(models[0][0], models[1][0])  # within an interval
+            _, steps = Run(exchange=strategy).train(where, seen)
+            assert steps.batches[0] == step % 5
+            for own, first, second in zip(seen.begun, *models, strict=True):
+                np.testing.assert_allclose(own, (first + second) / 2, rtol=0, atol=1e-15)
+            assert seen.noted == NOTED[name], (name, seen.noted)
 
 
 def grow():
-    """Train with growing batches, interrupted in an epoch if one is in the environment."""
+    """Train with growing batches, interrupted in an epoch if one is in the environment.
+
+    Only rank 0 sees the folder of the backup.
+    """
     name, _, at = os.environ["RESUME_RUN"].partition(" ")
-    backup = [BackupAndRestore(str(folder() / "backup"))] if name != "whole" else []
+    where = "backup" if runtime.rank() == 0 else f"not-there-{runtime.rank()}"
+    backup = [BackupAndRestore(str(folder() / where))] if name != "whole" else []
     interruption = [InterruptAt(int(at), 0)] if at else []
     with float64():
         model, _ = cases_adaptive.fit(
             cases_adaptive.adam,
             folder() / f"{name.split('-')[0]}.jsonl",
+            tfscale.Sharded(),
             extra=[*backup, *interruption],
             interval=None,
             decay_epochs=(7,),
         )
+        values = [*model.get_weights(), *model.optimizer.full_state()]
         if runtime.rank() == 0:
-            np.savez(folder() / f"{name}.npz", *model.get_weights())
+            np.savez(folder() / f"{name}.npz", *values)

@@ -15,7 +15,7 @@ def test_every_case(size, per_host):
 def test_runs_that_continue_lose_nothing(tmp_path):
     """With the same ranks they end with the same bits, with others with the same sum."""
     stages = [(4, 1, "begin_runs"), (4, 1, "continue_runs")]
-    stages += [(4, 2, "continue_runs_with_fewer_ranks"), (3, 1, "continue_runs_with_fewer_ranks")]
-    for size, per_host, case in [*stages, (1, 1, "end_runs_on_one_rank")]:
+    others = [(size, n, "continue_runs_with_other_ranks") for size, n in ((4, 2), (3, 1), (1, 1))]
+    for size, per_host, case in (*stages, *others):
         env = {"RUNS_FOLDER": str(tmp_path), "TFSCALE_RANKS_PER_HOST": str(per_host)}
         require_ok(spawn(size, [f"tests.parallel.compression_cases:{case}"], 120, env))

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.launching import launch_script
 
 LIMIT_S = 90  # starting TensorFlow on a loaded machine takes most of it
+pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 COMMA = """\
 LC_NUMERIC
 decimal_point ","
@@ -17,21 +18,20 @@ END LC_NUMERIC
 """
 
 
-def _comma_locale(folder):
-    """Make a locale with a decimal comma in a folder; return the variables that choose it."""
+def launch(size, code, environ=None):
+    return launch_script(size, textwrap.dedent(code), LIMIT_S, environ)
+
+
+def test_a_decimal_comma_changes_no_factor(tmp_path):
+    """Of a locale that is made here."""
     others = ("CTYPE", "COLLATE", "TIME", "MONETARY", "MESSAGES")
     copied = "".join(f'LC_{name}\ncopy "POSIX"\nEND LC_{name}\n' for name in others)
-    (folder / "comma").write_text(COMMA + copied)
-    command = ["localedef", "-c", "-i", "./comma", "-f", "UTF-8", str(folder / "comma.UTF-8")]
-    subprocess.run(command, cwd=folder, capture_output=True)  # its status: 1 after any warning
+    (tmp_path / "comma").write_text(COMMA + copied)
+    command = ["localedef", "-c", "-i", "./comma", "-f", "UTF-8", str(tmp_path / "comma.UTF-8")]
+    subprocess.run(command, cwd=tmp_path, capture_output=True)  # its status: 1 after any warning
     # Not in CI, which installs it; others may test without this package.
-    if not (folder / "comma.UTF-8" / "LC_NUMERIC").exists():
+    if not (tmp_path / "comma.UTF-8" / "LC_NUMERIC").exists():
         pytest.skip("localedef needs the character maps of Debian's package `locales`")
-    return {"LOCPATH": str(folder), "LC_ALL": "comma.UTF-8"}
-
-
-@pytest.mark.timeout(LIMIT_S + 30)
-def test_a_decimal_comma_changes_no_factor(tmp_path):
     script = """
         import locale
         import numpy as np
@@ -43,11 +43,10 @@ def test_a_decimal_comma_changes_no_factor(tmp_path):
         mean = hvd.allreduce(tf.constant([1.0, 4.0]) * (hvd.rank() + 1), prescale_factor=0.5)
         np.testing.assert_array_equal(mean, [0.75, 3.0])
         """
-    result = launch_script(2, textwrap.dedent(script), LIMIT_S, _comma_locale(tmp_path))
+    result = launch(2, script, {"LOCPATH": str(tmp_path), "LC_ALL": "comma.UTF-8"})
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.timeout(LIMIT_S + 30)
 def test_messages_of_other_lengths_on_one_rank_are_refused_on_all():
     script = """
         import os
@@ -59,79 +58,67 @@ def test_messages_of_other_lengths_on_one_rank_are_refused_on_all():
         except tfscale.ExchangeError as error:
             print(f"REFUSED {error}", flush=True)
         """
-    result = launch_script(2, textwrap.dedent(script), LIMIT_S)
+    result = launch(2, script)
     assert result.output.count("REFUSED All ranks must run the same versions with the same") == 2
     assert "chunks of 123456" in result.output, result.output
 
 
+# Ranks, what they call, and the sum of the ranks of those that take part.
 SETS = {
     "some ranks": (
         3,
         """
-        from mpi4py import MPI  # on all ranks: MPI starts only together
-        if MPI.COMM_WORLD.rank == 1:
+        if world.rank == 1:
             raise SystemExit
         tfscale.init(comm=[2, 0])
-        assert (tfscale.size(), tfscale.rank()) == (2, MPI.COMM_WORLD.rank // 2)
-        expected = 0 + 2
+        assert (tfscale.size(), tfscale.rank()) == (2, world.rank // 2)
         """,
+        "0 + 2",
     ),
     "a communicator": (
         4,
         """
-        from mpi4py import MPI
-        tfscale.init(comm=MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2))
-        assert (tfscale.size(), tfscale.rank()) == (2, MPI.COMM_WORLD.rank // 2)
-        expected = 2 + 2 * (MPI.COMM_WORLD.rank % 2)
+        tfscale.init(comm=world.Split(world.rank % 2))
+        assert (tfscale.size(), tfscale.rank()) == (2, world.rank // 2)
         """,
-    ),
-    "process sets of a communicator": (
-        3,
-        """
-        from mpi4py import MPI
-        own = tfscale.ProcessSet(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2))
-        tfscale.init(process_sets=[own])
-        total = tfscale.allreduce(1.0, op=tfscale.Sum, process_set=own)
-        assert own.included() and float(total) == len(own.ranks) == 2 - tfscale.rank() % 2
-        expected = 0 + 1 + 2
-        """,
+        "2 + 2 * (world.rank % 2)",
     ),
     "process sets": (
         3,
         """
-        from mpi4py import MPI
-        pair, other = tfscale.ProcessSet([0, 2]), [0, 1]
-        tfscale.init(process_sets=[pair, other])
+        own = tfscale.ProcessSet(world.Split(world.rank % 2))
+        tfscale.init(process_sets=[own, [0, 1]])
+        total = tfscale.allreduce(1.0, op=tfscale.Sum, process_set=own)
+        assert own.included() and float(total) == len(own.ranks) == 2 - tfscale.rank() % 2
+        tfscale.shutdown()
+        pair = tfscale.ProcessSet([0, 2])
+        tfscale.init(process_sets=[pair, [0, 1]])
         assert pair.included() == (tfscale.rank() != 1)
         if pair.included():
             assert float(tfscale.allreduce(1.0, op=tfscale.Sum, process_set=pair)) == 2
-        expected = 0 + 1 + 2
         """,
+        "0 + 1 + 2",
     ),
 }
 
 
-@pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize("name", SETS)
 def test_who_takes_part(name):
-    size, code = SETS[name]
-    script = (
-        "import tfscale\n"
-        + textwrap.dedent(code)
-        + "total = tfscale.allreduce(float(MPI.COMM_WORLD.rank), op=tfscale.Sum)\n"
-        + "assert float(total) == expected, total\n"
-        + "print('DONE', flush=True)\n"
+    size, code, expected = SETS[name]
+    # MPI starts only together: on all ranks.
+    begin = "import tfscale\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+    end = (
+        "total = tfscale.allreduce(float(world.rank), op=tfscale.Sum)\n"
+        f"assert float(total) == {expected}, total\n"
+        "print('DONE', flush=True)\n"
     )
-    result = launch_script(size, script, LIMIT_S)
+    result = launch_script(size, begin + textwrap.dedent(code) + end, LIMIT_S)
     n_done = size - (name == "some ranks")
     assert (result.exit_code, result.output.count("DONE")) == (0, n_done), result.output
 
 
-@pytest.mark.timeout(LIMIT_S + 30)
 def test_a_rank_that_is_not_named_is_told():
-    script = "import tfscale\nfrom mpi4py import MPI\ntfscale.init(comm=[0])\n"
-    result = launch_script(2, script, LIMIT_S)
+    result = launch(2, "import tfscale\nfrom mpi4py import MPI\ntfscale.init(comm=[0])\n")
     assert result.exit_code not in (0, None)
-    assert (
-        "Only the ranks named in comm may call init. Received: comm=[0] on rank 1" in result.output
-    )
+    text = "Only the ranks named in comm may call init. Received: comm=[0] on rank 1"
+    assert text in result.output

@@ -63,11 +63,11 @@ def _run(*command):
     return result.stdout
 
 
-def _train(recipe, ranks, *arguments):
+def _train(recipe, ranks, *arguments, script=None):
     launch = (
-        ["-m", "tfscale.launcher.cli", "run", "-np", ranks, sys.executable] if ranks > 1 else []
+        ("-m", "tfscale.launcher.cli", "run", "-np", ranks, sys.executable) if ranks > 1 else ()
     )
-    return _run(*launch, RECIPES / f"{recipe}.py", "--smoke", *arguments)
+    return _run(*launch, script or RECIPES / f"{recipe}.py", "--smoke", *arguments)
 
 
 def _lines(folder):
@@ -147,7 +147,7 @@ exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"), {{"__name__": "__ma
     script = tmp_path / "stopped.py"
     script.write_text(stopped.format(script=str(RECIPES / "lenet.py")))
     again = [*whole, "--epochs", 3, "--run-name", "again"]
-    _run("-m", "tfscale.launcher.cli", "run", "-np", 2, sys.executable, script, "--smoke", *again)
+    _train("lenet", 2, *again, script=script)
     assert [line["epoch"] for line in _lines(tmp_path / "again")] == [1, 2]
     _train("lenet", 2, *again)
     first, second = (_lines(tmp_path / name) for name in ("whole", "again"))

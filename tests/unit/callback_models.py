@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tests.helpers.models import Deferred, functional  # noqa: F401
@@ -22,3 +23,26 @@ def fit(model, callbacks, seed=0, epochs=1, **options):
     return model.fit(
         x, y, batch_size=4, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks, **options
     )
+
+
+class TwoOptimizers(keras.Model):
+    """A model whose train_step has an optimizer for each of two layers."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.first = keras.layers.Dense(2)
+        self.second = keras.layers.Dense(1)
+        self.others = [keras.optimizers.SGD(rate, momentum=0.5)]
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - tf.cast(y, tf.float32)))
+        first, second = self.first.trainable_variables, self.second.trainable_variables
+        gradients = tape.gradient(loss, first + second)
+        self.optimizer.apply(gradients[:2], first)
+        self.others[0].apply(gradients[2:], second)
+        return {"loss": loss}

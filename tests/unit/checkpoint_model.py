@@ -3,11 +3,12 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import Interruption
+from tests.helpers.ranks import Interruption, require_identical
 from tfscale import preemption
-from tfscale.callbacks import BroadcastGlobalVariablesCallback
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint
 from tfscale.checkpoints import list_checkpoints
 from tfscale.data import GlobalBatches
 
@@ -26,12 +27,19 @@ def arrays():
     return random.normal(size=(STEPS * BATCH, 3)), random.normal(size=(STEPS * BATCH, 2))
 
 
-def build(units=5, is_built=True, **options):
+def dataset(is_counted=True):
+    """Return the same data of a length that Keras knows, or does not know."""
+    data = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
+    return data if is_counted else data.filter(lambda *_: True)
+
+
+def build(units=5, is_built=True, optimizer=None, nonfinite="warn", **options):
     keras.utils.set_random_seed(1)
     first = [keras.Input((3,))] if is_built else []
     layers = [*first, keras.layers.Dense(units), keras.layers.Dropout(0.3), keras.layers.Dense(2)]
     model = keras.Sequential(layers)
-    optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    optimizer = optimizer or keras.optimizers.Adam(0.01)
+    optimizer = tfscale.DistributedOptimizer(optimizer, nonfinite=nonfinite)
     # Eager steps: nothing to trace, which would be most of the time of these tests.
     model.compile(optimizer, "mse", metrics=["mae"], **{"run_eagerly": True, **options})
     return model
@@ -42,8 +50,7 @@ def values_of(model):
 
 
 def require_equal(model, other):
-    for own, theirs in zip(values_of(model), values_of(other), strict=True):
-        np.testing.assert_array_equal(own, theirs)
+    require_identical(values_of(model), values_of(other))
 
 
 class Act(keras.callbacks.Callback):
@@ -58,11 +65,26 @@ class Act(keras.callbacks.Callback):
         self.left -= 1
 
 
+class Count(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.n, self.restored_at = 0, None
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.n += 1
+
+    def backup_state(self):
+        return {"n": self.n}
+
+    def restore_state(self, state, epoch):
+        self.n, self.restored_at = state["n"], epoch
+
+
 def interrupt():
     raise Interruption
 
 
-def fit(first, act=None, model=None, epochs=3, data=None, more=()):
+def fit(first, act=None, model=None, epochs=3, data=None, more=(), **options):
     """Train, with a callback or a list of them in front; return model and numbers of the steps."""
     model = model or build()
     data = data if data is not None else GlobalBatches(*arrays(), batch_size=BATCH, seed=2)
@@ -70,10 +92,11 @@ def fit(first, act=None, model=None, epochs=3, data=None, more=()):
     first = first if isinstance(first, list) else [first] if first else []
     callbacks = [*first, BroadcastGlobalVariablesCallback(0), *more, act]
     try:
-        model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+        data = data if isinstance(data, dict) else {"x": data}
+        model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks, **options)
     except Interruption:
         for checkpoint in first:
-            if isinstance(checkpoint, tfscale.callbacks.Checkpoint):
+            if isinstance(checkpoint, Checkpoint):
                 checkpoint._saver.wait()
                 checkpoint._handler.remove()
     return model, act.batches
@@ -81,3 +104,19 @@ def fit(first, act=None, model=None, epochs=3, data=None, more=()):
 
 def steps_in(folder):
     return [found.step for found in list_checkpoints(folder) if found.is_finished]
+
+
+def resume(folder, stop, every=1, model=build, data=lambda: None, front=(), **options):
+    """Require that a run cut before a step ends bit by bit as a whole one; return its rest."""
+
+    def run(*own, act=None):
+        return fit([*front, *own], act, model(), data=data(), **options)
+
+    whole, numbers = run()
+    run(Checkpoint(folder, every), act=Act(stop, interrupt))
+    resumed, rest = run(Checkpoint(folder, every))
+    require_equal(resumed, whole)
+    assert rest == numbers[stop:], stop
+    losses = resumed.history.history["loss"]
+    assert losses == whole.history.history["loss"][-len(losses) :]
+    return rest

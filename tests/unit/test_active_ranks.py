@@ -25,13 +25,11 @@ def make(rank, size, batch_size, **options):
 
 
 @given(st.integers(1, 200), st.integers(1, 40))
-def test_active_ranks_share_equally_and_get_two_samples(batch_size, size):
-    active = count_active(batch_size, size)
-    assert 1 <= active <= size
-    assert batch_size % active == 0
-    assert active == 1 or batch_size // active >= 2
-    more = [n for n in range(active + 1, size + 1) if batch_size % n == 0 and batch_size // n >= 2]
-    assert not more
+def test_active_ranks_are_as_many_as_share_equally_and_get_two_samples(batch_size, size):
+    def fits(n):
+        return batch_size % n == 0 and (n == 1 or batch_size // n >= 2)
+
+    assert count_active(batch_size, size) == max(filter(fits, range(1, size + 1)))
 
 
 @pytest.mark.parametrize(
@@ -54,13 +52,10 @@ def test_weighted_mean_over_ranks_is_the_mean_of_the_batch(batch_size, size, act
 
 def test_given_weights_are_kept():
     weights = np.linspace(1.0, 2.0, 24)
-    first, surplus = (make(rank, 3, 2, sample_weight=weights) for rank in (0, 2))
-    order = epoch_order(3, 0, 24)
-    for step, ((_, _, w), (_, _, none)) in enumerate(
-        zip(served(first), served(surplus), strict=True)
-    ):
-        np.testing.assert_allclose(w, 3 * weights[order[2 * step : 2 * step + 2]], rtol=1e-6)
-        assert not none.any()
+    first, surplus = (served(make(rank, 3, 2, sample_weight=weights)) for rank in (0, 2))
+    own = weights[epoch_order(3, 0, 24)].reshape(-1, 2)
+    np.testing.assert_allclose([w for *_, w in first], 3 * own, rtol=1e-6)
+    assert not np.any([w for *_, w in surplus])
 
 
 def test_records():
@@ -72,12 +67,3 @@ def test_records():
         x, _, w = served(data)[0]
         assert x.tolist() == [0.0, 1.0]
         assert w.tolist() == [0.5 * factor] * 2
-
-
-def test_an_epoch_opened_before_gets_weights_too():
-    x = np.arange(8.0)
-    data = GlobalBatches(x, x, batch_size=4)
-    as_rank(data)
-    assert len(data[0]) == 2
-    use_active_ranks(data)
-    assert len(data[0]) == 3

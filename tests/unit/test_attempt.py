@@ -68,10 +68,9 @@ def test_the_first_failure_counts_and_ends_the_launcher(capfd):
 def test_exit_status_of_ranks_that_left_together():
     preempted = Report(0, "a", 75, None, False, True, was_asked=True)
     other = Report(1, "a", 5, None, False, True)
-    assert run(says(preempted, preempted)).exit_code == 75
-    outcome = run(says(preempted, other))
-    assert outcome.exit_code == 5
-    assert outcome.is_orderly
+    for reports, exit_code in (((preempted, preempted), 75), ((preempted, other), 5)):
+        outcome = run(says(*reports))
+        assert outcome.exit_code == exit_code and outcome.is_orderly
 
 
 def test_a_rank_that_left_first_is_to_blame_whoever_noticed_it_before(capfd):
@@ -134,24 +133,18 @@ with StopRequest(1.0) as stop:
 """
 
 
-def signal_to_launcher(code, ready):
+@pytest.mark.parametrize(("code", "expected"), [(STUBBORN, 128 + signal.SIGINT), (POLITE, 75)])
+def test_any_signal_asks_ranks_to_end_and_one_that_ignores_it_is_killed(tmp_path, code, expected):
+    ready = tmp_path / "ready"
     process = subprocess.Popen([sys.executable, "-c", RUNS, code, str(ready)])
     try:
         deadline = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        return process.wait(20)
+        assert process.wait(20) == expected
     finally:
         process.kill()
-
-
-def test_a_rank_that_ignores_signals_is_killed(tmp_path):
-    assert signal_to_launcher(STUBBORN, tmp_path / "ready") == 128 + signal.SIGINT
-
-
-def test_any_signal_asks_ranks_to_end(tmp_path):
-    assert signal_to_launcher(POLITE, tmp_path / "ready") == 75
 
 
 # A shell in a terminal of its own, which starts a job in front or, as with "&", in the background.

@@ -2,11 +2,13 @@
 
 import json
 import math
+import textwrap
 
 import keras
 import numpy as np
 import pytest
 
+from tests.helpers.ranks import require_identical
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
@@ -42,7 +44,6 @@ def gradient(model, x, y):
 
 
 def test_measures_are_those_of_the_gradients():
-
     model, (x, y) = linear(), arrays()
     stage = measure(model, make_data(), (8, 64), SAMPLES, epoch=2, seed=5)
     order = epoch_order(5, 0, SAMPLES)
@@ -58,9 +59,7 @@ def test_measures_are_those_of_the_gradients():
         assert measured.mean_norm == pytest.approx(np.mean(norms), rel=1e-5)
         assert measured.mean_square == pytest.approx(np.mean(np.square(norms)), rel=1e-5)
         assert measured.mean_distance == pytest.approx(np.mean(distances), rel=1e-4)
-        assert measured.descent_share == np.mean(
-            [d < g for d, g in zip(distances, norms, strict=True)]
-        )
+        assert measured.descent_share == np.mean(np.less(distances, norms))
 
 
 def test_noise_scale_is_near_that_of_single_samples():
@@ -72,42 +71,21 @@ def test_noise_scale_is_near_that_of_single_samples():
     assert stage.noise_scale == pytest.approx(expected, rel=0.25)
 
 
-def test_a_model_is_built_from_the_data():
-    def model_of(*first):
-        keras.utils.set_random_seed(0)
-        layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-        model = keras.Sequential([*first, *layers])
-        model.compile("sgd", "mse")
-        return model
-
-    built, other = model_of(keras.Input((3,))), model_of()
-    before = built.get_weights()
-    stages = [measure(model, make_data(), (8, 64), SAMPLES) for model in (built, other)]
-    assert stages[0] == stages[1]
-    for own, value in zip(other.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(own, value)
-
-
 def test_nothing_is_trained_or_moved():
-    keras.utils.set_random_seed(0)
     layers = keras.layers
     inner = [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(1)]
     model = keras.Sequential([keras.Input((3,)), *inner])
     model.compile("sgd", "mse")
-    before = [v.numpy() for v in model.variables]
-    data = make_data()
+    before, data = [v.numpy() for v in model.variables], make_data()
     measure(model, data, (8, 32), SAMPLES)
-    for variable, value in zip(model.variables, before, strict=True):
-        np.testing.assert_array_equal(variable.numpy(), value)
+    require_identical(model.variables, before)
     assert (data.batch_size, data.epoch) == (32, 0)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "samples"), [((8,), 64), ((0, 8), 64), ((8, 128), 64), ((8, 512), 9999)]
-)
-def test_sizes_out_of_range(sizes, samples):
-    with pytest.raises(ConfigError, match="Use smaller sizes, or more samples"):
-        measure(linear(), make_data(), sizes, samples)
+def test_sizes_out_of_range():
+    for sizes, samples in (((8,), 64), ((0, 8), 64), ((8, 128), 64), ((8, 512), 9999)):
+        with pytest.raises(ConfigError, match="Use smaller sizes, or more samples"):
+            measure(linear(), make_data(), sizes, samples)
 
 
 # Advice
@@ -144,62 +122,96 @@ def test_advice(stages, start, maximum, reasons):
         assert words in reason
 
 
-# Scripts
+# Scripts, whatever way they call fit
 
 SCRIPT = """
-import sys
-import helper_of_script
 import keras, numpy as np, tfscale
-from absl import app
-
-def main(words):
-    tfscale.init()
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(256, 3)).astype("float32")
-    data = tfscale.data.GlobalBatches(x, x[:, :1], batch_size=32)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    train = (x, x[:, :1]) if "arrays" in words else (data,)
-    model.fit(*train, epochs=5, verbose=0, callbacks=[helper_of_script.Note()])
-    print("never reached")
-
-app.run(main)
+tfscale.init()
+keras.utils.set_random_seed(0)
+x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+y, w = x[:, :1], np.full(256, 3.0, "float32")
+classes = dict.fromkeys(range(-9, 10), 3.0)
+model = {model}
+model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: print("trained", epoch))
+model.fit({arguments})
+print("never reached")
 """
-HELPER = """
-import keras
-class Note(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        print(f"trained epoch {epoch}")
-"""
+MODEL = "keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])"
+FACTORS = {  # of the gradient
+    "x, y": 1,
+    "x=x, y=y": 1,
+    "x, y, 32": 1,
+    "x, y, 32, 5, 0, [note]": 1,
+    "x, y, 32, callbacks=[note]": 1,
+    "x, y, 32, callbacks=note": 1,
+    "x, y, 32, callbacks=keras.callbacks.CallbackList([note], model=model)": 1,
+    "[x], y": 1,
+    "x, y, validation_split=0.5, validation_data=(x, y)": 1,
+    "x, y, class_weight=classes": 3,
+    "tfscale.data.GlobalBatches(x, y, batch_size=32), class_weight=classes": 3,
+    "x, y, sample_weight=w": 3,
+    "x, y, 32, 5, sample_weight=w, verbose=0": 3,
+    "tfscale.data.GlobalBatches(x, y, batch_size=32)": 1,
+    "tfscale.data.GlobalBatches(x, y, sample_weight=w, batch_size=32)": 3,
+}
 
 
-@pytest.fixture
-def script(tmp_path):
-    (tmp_path / "helper_of_script.py").write_text(HELPER)
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
+def measured(folder, arguments, at_epochs=(0,), model=MODEL):
+    path = folder / "train.py"
+    path.write_text(SCRIPT.format(arguments=arguments, model=model))
+    return measure_script([str(path)], batch_sizes=(8, 32), at_epochs=at_epochs, samples=128)
 
 
-def test_command(script, tmp_path, capsys):
+@pytest.mark.parametrize("arguments", FACTORS)
+def test_calls(tmp_path, arguments, capsys):
+    (plain,) = measured(tmp_path, "x, y")
+    (stage,) = measured(tmp_path, arguments)
+    assert stage.full_norm == pytest.approx(FACTORS[arguments] * plain.full_norm, rel=1e-4)
+    assert "never reached" not in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_built(tmp_path):
+    """Also before its first step."""
+    layers = "keras.layers.BatchNormalization(), keras.layers.Dense(1)"
+    models = [f"keras.Sequential([{first}{layers}])" for first in ("", "keras.Input((3,)), ")]
+    stages = [measured(tmp_path, "x, y, 32, 9", (0, 1), model) for model in models]
+    assert stages[0] == stages[1]
+
+
+def test_inputs_by_name(tmp_path):
+    inputs = "inputs := {name: keras.Input((3,), name=name) for name in 'ab'}"
+    layer = "keras.layers.Dense(1)(keras.layers.add([inputs['a'], inputs['b']]))"
+    model = f"keras.Model(({inputs}), {layer})"
+    (stage,) = measured(tmp_path, "dict(a=x, b=x), y", model=model)
+    assert stage.full_norm > 0
+
+
+def test_stages_count_from_the_first_epoch_and_end_with_the_last(tmp_path, capsys):
+    stages = measured(tmp_path, "x, y, 32, 9, 0, note, initial_epoch=5", (0, 1, 99))
+    assert [stage.epoch for stage in stages] == [0, 1]
+    assert "trained 5" in capsys.readouterr().out
+
+
+def test_command(tmp_path, capsys):
+    """Of a script that imports what lies beside it, and runs with absl."""
+    arguments = "tfscale.data.GlobalBatches(x, y, batch_size=32), epochs=5, callbacks=note"
+    body = textwrap.indent(SCRIPT.format(model=MODEL, arguments=arguments), "    ")
+    (tmp_path / "helper_of_script.py").write_text(f"def main(words):{body}")
+    path, out = tmp_path / "train.py", tmp_path / "out"
+    path.write_text("import helper_of_script\nfrom absl import app\napp.run(helper_of_script.main)")
     words = ["tune", "batch-size", "--sizes", "8,32,128", "--samples", "256", "--stages", "0,2"]
-    assert cli.main([*words, "--output", str(tmp_path / "out"), script]) == 0
+    assert cli.main([*words, "--output", str(out), str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "trained epoch 1" in shown and "trained epoch 2" not in shown
-    assert "never reached" not in shown
-    assert "After 0 epochs" in shown and "After 2 epochs" in shown
-    assert "Start with " in shown and "Grow up to " in shown
-    content = json.loads((tmp_path / "out" / "batch_size.json").read_text())
+    assert "trained 1" in shown and "trained 2" not in shown and "never reached" not in shown
+    for words in ("After 0 epochs", "After 2 epochs", "Start with ", "Grow up to "):
+        assert words in shown
+    content = json.loads((out / "batch_size.json").read_text())
     assert [s["epoch"] for s in content["stages"]] == [0, 2]
     assert [s["batch_size"] for s in content["stages"][0]["sizes"]] == [8, 32, 128]
     assert content["stages"][1]["full_norm"] < content["stages"][0]["full_norm"]
     assert content["advice"]["start_batch_size"] in (8, 32, 128)
-    assert (tmp_path / "out" / "batch_size.png").stat().st_size > 5000
-
-
-def test_arrays_and_stages_beyond_the_end(script):
-    stages = measure_script([script, "arrays"], batch_sizes=(8, 32), at_epochs=(1, 99), samples=64)
-    assert [s.epoch for s in stages] == [1]
+    assert (out / "batch_size.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
@@ -208,10 +220,9 @@ def test_arrays_and_stages_beyond_the_end(script):
         ("x = 1", "which ended before"),
         ("raise SystemExit(3)", "exit code 3"),
         (
-            "import keras, tensorflow as tf\n"
-            "m = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])\n"
-            "m.compile('sgd', 'mse')\n"
-            "m.fit(tf.data.Dataset.from_tensors(([[1.0]], [[1.0]])))",
+            SCRIPT.format(
+                model=MODEL, arguments="tensorflow.data.Dataset.from_tensors((x, y))"
+            ).replace("import keras", "import tensorflow, keras"),
             "Use tfscale.data.GlobalBatches, or arrays",
         ),
     ],

@@ -11,21 +11,13 @@ from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.helpers.ranks import float64
 from tests.helpers.versions import HAS_MUON
 from tfscale.callbacks import LearningRateScheduleCallback, LearningRateWarmupCallback
+from tfscale.callbacks.learning_rate import AdaptiveRate
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 
 SGD = keras.optimizers.SGD
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
 Y = 3.0 * X
-
-
-class Rates(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.rates = []
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.rates.append(float(self.model.optimizer.learning_rate.numpy()))
 
 
 def model_with(optimizer):
@@ -36,11 +28,14 @@ def model_with(optimizer):
     return model
 
 
-def fit(model, callbacks, epochs, batch_size=4):
-    rates = Rates()
+def fit(model, callbacks, epochs, batch_size=4, x=X, y=Y):
+    rates = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: rates.append(model.optimizer.learning_rate.numpy())
+    )
     options = {"batch_size": batch_size, "epochs": epochs, "shuffle": False, "verbose": 0}
-    history = model.fit(X, Y, callbacks=[*callbacks, rates], **options)
-    return np.array(rates.rates), history.history
+    history = model.fit(x, y, callbacks=[*callbacks, note], **options)
+    return np.array(rates), history.history
 
 
 def test_schedules_through_twenty_epochs():
@@ -50,12 +45,13 @@ def test_schedules_through_twenty_epochs():
         LearningRateScheduleCallback(0.1, 0.5, start_epoch=10, end_epoch=13),
         LearningRateScheduleCallback(0.1, lambda epoch: 1e-2 * epoch, start_epoch=15),
     ]
-    rates, history = fit(model_with(keras.optimizers.SGD(0.7)), callbacks, epochs=20)
-    expected = [0.1 * (1.0 + batch / 2) for batch in range(10)] + [0.1] * 10
-    for epoch_rate in (0.1, 0.05, 0.025, 0.025, 0.025):
-        expected += [epoch_rate] * 2
-    for epoch in range(15, 20):
-        expected += [0.1 * 1e-2 * epoch] * 2
+    rates, history = fit(model_with(SGD(0.7)), callbacks, epochs=20)
+    later = [0.1, 0.05, 0.025, 0.025, 0.025, *(0.1 * 1e-2 * epoch for epoch in range(15, 20))]
+    expected = [
+        *(0.1 * (1.0 + batch / 2) for batch in range(10)),
+        *[0.1] * 10,
+        *np.repeat(later, 2),
+    ]
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
     np.testing.assert_allclose(history["lr"], expected[1::2], rtol=1e-6)
 
@@ -64,14 +60,11 @@ def test_schedules_through_twenty_epochs():
 @pytest.mark.parametrize("momentum_correction", [False, True])
 def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
     x, y = X.astype("float64"), Y.astype("float64")
+    options = {"staircase": False, "momentum_correction": momentum_correction}
     with float64():
         model = model_with(SGD(0.2, momentum=0.875, nesterov=nesterov))
-        schedule = LearningRateScheduleCallback(
-            0.2, lambda epoch: 1.0 / (1.0 + epoch), staircase=False,
-            momentum_correction=momentum_correction,
-        )  # fmt: skip
-        options = {"batch_size": 4, "epochs": 4, "shuffle": False, "verbose": 0}
-        model.fit(x, y, callbacks=[schedule], **options)
+        schedule = LearningRateScheduleCallback(0.2, lambda epoch: 1.0 / (1.0 + epoch), **options)
+        fit(model, [schedule], epochs=4, x=x, y=y)
         result = float(model.get_weights()[0][0, 0])
     # Keras rounds the momentum to float32 on the way, so one that has no rounding is used.
     weight, velocity, old = 1.0, 0.0, 0.2
@@ -89,7 +82,7 @@ def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
 @pytest.mark.parametrize(
     ("optimizer", "slots", "factor"),
     [
-        (keras.optimizers.SGD(0.1, momentum=0.5), "momentums", 0.25),
+        (SGD(0.1, momentum=0.5), "momentums", 0.25),
         (keras.optimizers.RMSprop(0.1, momentum=0.5), "_momentums", 0.25),
         (tfscale.optimizers.LARS(0.1, momentum=0.5), "velocities", 0.25),
         (keras.optimizers.LossScaleOptimizer(SGD(0.1, momentum=0.9)), "momentums", 0.25),
@@ -109,12 +102,10 @@ def test_velocities_that_contain_rates_are_corrected(optimizer, slots, factor):
     before = slot.numpy().copy()
     assert np.all(before != 0)
     seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            seen.append(slot.numpy().copy())
-
-    fit(model, [LearningRateScheduleCallback(0.1, lambda epoch: 0.25), Look()], 1, batch_size=8)
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: seen.append(slot.numpy().copy())
+    )
+    fit(model, [LearningRateScheduleCallback(0.1, lambda epoch: 0.25), look], 1, batch_size=8)
     np.testing.assert_allclose(seen[0], before * factor, rtol=1e-6)
 
 
@@ -122,7 +113,7 @@ def test_velocities_that_contain_rates_are_corrected(optimizer, slots, factor):
 def test_warmup_formula(size, capsys):
     with mock.patch.object(runtime, "size", lambda: size):
         warmup = LearningRateWarmupCallback(0.4, warmup_epochs=3, verbose=1)
-        rates, _ = fit(model_with(keras.optimizers.SGD(0.4)), [warmup], epochs=5)
+        rates, _ = fit(model_with(SGD(0.4)), [warmup], epochs=5)
     reached = np.minimum(np.arange(1, 11) / 2, 3.0)
     np.testing.assert_allclose(rates, 0.4 / size * (reached * (size - 1) / 3 + 1), rtol=1e-6)
     assert "Epoch 3: finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
@@ -132,7 +123,7 @@ def test_warmup_formula(size, capsys):
 @pytest.mark.parametrize("together", [2, 3, 8])
 def test_warmup_ends_where_steps_are_executed_together(together, momentum, capsys):
     """Eight steps per epoch: the rate is that of the first one of each execution."""
-    model = model_with(keras.optimizers.SGD(0.4, momentum=momentum))
+    model = model_with(SGD(0.4, momentum=momentum))
     model.compile(model.optimizer, "mse", steps_per_execution=together)
     warmup = LearningRateWarmupCallback(0.4, warmup_epochs=2, factor=4, verbose=1)
     rates, history = fit(model, [warmup], epochs=3, batch_size=1)
@@ -149,9 +140,20 @@ def test_unknown_steps_per_epoch():
         while True:
             yield X, Y
 
-    model = model_with(keras.optimizers.SGD(0.1))
+    model = model_with(SGD(0.1))
     with pytest.raises(ConfigError, match="Pass steps_per_epoch"):
         model.fit(batches(), callbacks=[LearningRateWarmupCallback(0.1)], verbose=0)
     callbacks = [LearningRateWarmupCallback(0.1, 1, steps_per_epoch=2)]
     model.fit(batches(), steps_per_epoch=2, callbacks=callbacks, verbose=0)
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_schedules_count_micro_batches():
+    """Where Keras accumulates, it asks the schedule with their number."""
+    schedule = tfscale.ScalableSchedule(keras.optimizers.schedules.CosineDecay(0.1, 100))
+    model = model_with(SGD(schedule, gradient_accumulation_steps=4))
+    model.fit(np.ones((40, 1)), np.ones((40, 1)), batch_size=2, verbose=0)  # 20 micro-batches
+    AdaptiveRate(model, momentum_correction=False).rescale(1.0, 2.0)
+    assert float(schedule(20)) == pytest.approx(float(schedule.__wrapped__(20)))
+    assert float(schedule(30)) == pytest.approx(float(schedule.__wrapped__(40)))

@@ -1,4 +1,4 @@
-"""MetricAverageCallback against one process that sees all samples."""
+"""MetricAverageCallback against one process that sees all samples; evaluations that fail."""
 
 from unittest import mock
 
@@ -60,53 +60,42 @@ def shares(arrays, sizes):
     return [[a[end - n : end] for a in arrays] for n, end in zip(sizes, ends, strict=True)]
 
 
-def in_two(train):
-    """Return two batches; those of arrays would have to be of one size on all ranks."""
-    train = tuple(part for part in train if part is not None)
-    return tf.data.Dataset.from_tensor_slices(train).batch(len(train[0]) // 2)
-
-
 def fit(model, train, validation, callbacks, epochs=1):
-    history = model.fit(
-        in_two(train), epochs=epochs, validation_data=validation, callbacks=callbacks, verbose=0
-    )
-    return history.history
+    """Train on two batches; those of arrays would have to be of one size on all ranks."""
+    x = tf.data.Dataset.from_tensor_slices(tuple(train)).batch(len(train[0]) // 2)
+    options = {"validation_data": validation, "callbacks": callbacks, "verbose": 0}
+    return model.fit(x, epochs=epochs, **options).history
 
 
-class Recorder(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.logs = None
-
-    def on_train_end(self, logs=None):
-        self.logs = dict(logs)
+def evaluate(model, part, callbacks=(), **options):
+    x, y, weight = part
+    options = {"sample_weight": weight, "verbose": 0, **options}
+    return model.evaluate(x, y, callbacks=list(callbacks), **options)
 
 
 def test_fit_and_evaluate_give_the_metrics_of_one_process():
     train, validation = data(sum(SHARES), 0), data(sum(VALIDATION_SHARES), 1)
     one = model_of(metrics(), activity=False)
     expected = fit(one, train, validation, [])
-    expected_alone = one.evaluate(*validation[:2], sample_weight=validation[2], verbose=0)
+    expected_alone = evaluate(one, validation)
     parts, validation_parts = shares(train, SHARES), shares(validation, VALIDATION_SHARES)
     models = [model_of(metrics(), activity=False) for _ in SHARES]
-    recorders = [Recorder() for _ in SHARES]
 
     def body(rank):
-        model = models[rank]
+        model, part, seen = models[rank], validation_parts[rank], {}
+        record = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.update(logs))
         average = MetricAverageCallback()
-        history = fit(model, parts[rank], validation_parts[rank], [average, recorders[rank]], 2)
+        history = fit(model, parts[rank], part, [average, record], 2)
         own = {key: float(value) for key, value in model.get_metrics_result().items()}
-        x, y, weight = validation_parts[rank]
-        alone = model.evaluate(x, y, sample_weight=weight, verbose=0, callbacks=[average])
-        named = model.evaluate(x, y, sample_weight=weight, verbose=0, return_dict=True)
-        return history, alone, own, named
+        alone = evaluate(model, part, [average])
+        return history, seen, alone, own, evaluate(model, part, return_dict=True)
 
     results = FakeRanks(3).run(body)
-    for rank, (history, alone, own, named) in enumerate(results):
+    for history, seen, alone, own, named in results:
         assert history == results[0][0]
         for key, values in expected.items():
             assert history[key] == pytest.approx(values * 2, rel=2e-6), key
-            assert recorders[rank].logs[key] == history[key][-1]
+            assert seen[key] == history[key][-1]
         assert alone == pytest.approx(expected_alone, rel=2e-6)
         # Without the callback the metrics are this rank's own again.
         assert named == pytest.approx(own, rel=1e-6)
@@ -114,24 +103,17 @@ def test_fit_and_evaluate_give_the_metrics_of_one_process():
 
 
 def test_numbers_of_callbacks_are_averaged_and_objects_left_alone():
-    class Adds(keras.callbacks.Callback):
-        def __init__(self, rank):
-            super().__init__()
-            self.rank = rank
-
-        def on_epoch_end(self, epoch, logs=None):
-            logs.update(seconds=np.float32(self.rank), same=0.1, note=f"rank {self.rank}")
-
     parts = shares(data(12, 0), (4, 4, 4))
     models = [model_of(["accuracy"]) for _ in parts]
 
     def body(rank):
-        return fit(models[rank], parts[rank], None, [Adds(rank), MetricAverageCallback()])
+        own = {"seconds": np.float32(rank), "same": 0.1, "note": f"rank {rank}"}
+        adds = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(own))
+        return fit(models[rank], parts[rank], None, [adds, MetricAverageCallback()])
 
     for rank, history in enumerate(FakeRanks(3).run(body)):
-        assert history["seconds"] == [1.0]
-        assert history["same"] == [0.1]
-        assert history["note"] == [f"rank {rank}"]
+        shown = {key: history[key] for key in ("seconds", "same", "note")}
+        assert shown == {"seconds": [1.0], "same": [0.1], "note": [f"rank {rank}"]}
 
 
 def test_multi_output_losses_and_metrics():
@@ -174,17 +156,21 @@ def test_multi_output_losses_and_metrics():
             np.testing.assert_allclose(history[key], values, rtol=2e-6, err_msg=key)
 
 
+def fit_of_two(metric):
+    parts = shares(data(8, 0), (4, 4))
+    models = [model_of([metric()]) for _ in parts]
+    results = FakeRanks(2).run(
+        lambda rank: fit(models[rank], parts[rank], data(4, 7), [MetricAverageCallback()])
+    )
+    return results, max(models[0].predict(part[0], verbose=0).max() for part in parts)
+
+
 def test_a_metric_that_returns_its_variable():
     class Bare(LargestPrediction):
         def result(self):
             return self.largest.value
 
-    parts = shares(data(8, 0), (4, 4))
-    models = [model_of([Bare()]) for _ in parts]
-    histories = FakeRanks(2).run(
-        lambda rank: fit(models[rank], parts[rank], data(4, 7), [MetricAverageCallback()])
-    )
-    expected = max(models[0].predict(part[0], verbose=0).max() for part in parts)
+    histories, expected = fit_of_two(Bare)
     assert histories[0]["largest"] == histories[1]["largest"] == [pytest.approx(expected)]
 
 
@@ -192,11 +178,7 @@ def test_an_unknown_reduction_is_refused():
     class Wrong(LargestPrediction):
         tfscale_reduce = "median"
 
-    parts = shares(data(4, 0), (2, 2))
-    models = [model_of([Wrong()]) for _ in parts]
-    for error in FakeRanks(2).run(
-        lambda rank: fit(models[rank], parts[rank], None, [MetricAverageCallback()])
-    ):
+    for error in fit_of_two(Wrong)[0]:
         assert isinstance(error, ConfigError)
         assert "'median' for metric 'largest'" in str(error)
 
@@ -206,3 +188,51 @@ def test_one_process_is_plain_keras():
     expected = fit(model_of(metrics()), train, train, [])
     history = fit(model_of(metrics()), train, train, [MetricAverageCallback()])
     assert history == expected
+
+
+PARTS = shares(data(12, 0), (4, 8))
+
+
+def evaluate_broken(model, average):
+    """Evaluate with data that ends with an error; all ranks catch it."""
+    broken = tf.data.Dataset.from_tensors((np.full((4, 3), np.nan), np.ones((4, 1))))
+    broken = broken.map(lambda x, y: (tf.debugging.check_numerics(x, "broken"), y))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="broken"):
+        model.evaluate(broken, verbose=0, callbacks=[average])
+
+
+@pytest.mark.parametrize("how", ["evaluate", "fit"])
+def test_what_comes_after_an_evaluation_that_failed_is_ones_own(how):
+    models = [model_of(["accuracy"]) for _ in PARTS]
+    expected = evaluate(models[0], PARTS[0])
+
+    def body(rank):
+        evaluate_broken(models[rank], MetricAverageCallback())
+        if rank == 0 and how == "evaluate":
+            return evaluate(models[0], PARTS[0])
+        return fit(models[0], PARTS[0], None, [])["loss"] if rank == 0 else None
+
+    own, _ = FakeRanks(2).run(body)  # a collective of one rank is an error here
+    assert own == pytest.approx(expected if how == "evaluate" else expected[:1], rel=1e-6)
+
+
+def test_the_next_evaluation_with_it_is_that_of_all_ranks():
+    """Also where one rank evaluates alone inside of it."""
+    # No activity regularizer: Keras 3.10 adds it per batch, whatever the number of samples.
+    models = [model_of(["accuracy"], activity=False) for _ in PARTS]
+    together = [np.concatenate(parts) for parts in zip(*PARTS, strict=True)]
+    expected = evaluate(model_of(["accuracy"], activity=False), together)
+
+    def nest(batch, logs):
+        if batch == 0:
+            models[0].evaluate(*PARTS[0][:2], verbose=0)
+            models[0].reset_metrics()
+
+    def body(rank):
+        average = MetricAverageCallback()
+        evaluate_broken(models[rank], average)
+        nested = [keras.callbacks.LambdaCallback(on_test_batch_begin=nest)] * (rank == 0)
+        return evaluate(models[rank], PARTS[rank], [average, *nested])
+
+    for result in FakeRanks(2).run(body):
+        assert result == pytest.approx(expected, rel=1e-6)

@@ -37,22 +37,17 @@ def test_checkpoint_writes_on_rank_zero_only(tmp_path, save_freq):
 
 
 def test_best_model_checkpoint_keeps_the_best(tmp_path):
-    class Scores(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logs["score"] = [3.0, 1.0, 2.0][epoch]
+    path, weights = tmp_path / "best.keras", []
 
-    path = tmp_path / "best.keras"
-    weights = []
+    def score(epoch, logs):
+        logs["score"] = [3.0, 1.0, 2.0][epoch]
+        weights.append(scores.model.get_weights()[0])
 
-    class Weights(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            weights.append(self.model.get_weights()[0])
-
+    scores = keras.callbacks.LambdaCallback(on_epoch_end=score)
     for rank in (0, 1):
         best = BestModelCheckpoint("score", mode="min", filepath=str(path))
         with mock.patch.object(runtime, "rank", lambda rank=rank: rank):
-            callbacks = [Scores(), best, Weights()]
-            compiled().fit(X, X + 1.0, epochs=3, verbose=0, callbacks=callbacks)
+            compiled().fit(X, X + 1.0, epochs=3, verbose=0, callbacks=[scores, best])
         assert best.best == 1.0
     saved = keras.models.load_model(path).get_weights()[0]
     np.testing.assert_array_equal(saved, weights[1])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfscale
+from tests.helpers.ranks import require_identical
 from tests.unit.checkpoint_model import (
     BATCH,
     STEPS,
@@ -17,20 +17,24 @@ from tests.unit.checkpoint_model import (
     Interruption,
     arrays,
     build,
+    dataset,
     fit,
     interrupt,
     job,  # noqa: F401
     require_equal,
+    resume,
     steps_in,
     values_of,
 )
 from tfscale import preemption
-from tfscale.callbacks import Checkpoint
+from tfscale.callbacks import Checkpoint, LearningRateScheduleCallback
 from tfscale.checkpoints import files, list_checkpoints
 from tfscale.checkpoints.files import Part, folder_name, write_part
 from tfscale.checkpoints.saver import Saver
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
+from tfscale.data.global_batches import continue_epoch
+from tfscale.internals.stack import running_fit
 
 
 def test_rhythms(tmp_path):
@@ -63,58 +67,33 @@ def test_no_more_than_one_checkpoint_above_keep(tmp_path, monkeypatch):
     assert max(seen) == 3
 
 
-@pytest.mark.parametrize(
-    ("stop", "is_built"), [(3, True), (4, True), (6, False), (7, True), (11, True)]
-)
+@pytest.mark.parametrize(("stop", "is_built"), [(3, True), (4, True), (6, False), (11, True)])
 def test_goes_on_amid_an_epoch(tmp_path, stop, is_built):
     """From the step before: bit by bit, dropout, metrics and optimizer too."""
-    whole, numbers = fit(None, model=build(is_built=is_built))
-    fit(Checkpoint(tmp_path, 1), Act(stop, interrupt), model=build(is_built=is_built))
-    assert steps_in(tmp_path)[0] == stop
-    model, rest = fit(Checkpoint(tmp_path, 1), model=build(is_built=is_built))
-    require_equal(model, whole)
-    assert rest == numbers[stop:]
+    resume(tmp_path, stop, model=lambda: build(is_built=is_built))
 
 
 def test_steps_that_are_traced_and_executed_together(tmp_path):
     options = {"run_eagerly": False, "steps_per_execution": 2}
-    whole, numbers = fit(None, model=build(**options))
-    fit(Checkpoint(tmp_path, 2), Act(3, interrupt), model=build(**options))
-    model, rest = fit(Checkpoint(tmp_path, 2), model=build(**options))
-    require_equal(model, whole)
-    assert rest == numbers[3:] == [2, 0, 2]
-    fit(
-        Checkpoint(tmp_path / "short", keep=9), model=build(**{**options, "steps_per_execution": 3})
-    )
+    assert resume(tmp_path, 3, 2, model=lambda: build(**options)) == [2, 0, 2]
+    options["steps_per_execution"] = 3
+    fit(Checkpoint(tmp_path / "short", keep=9), model=build(**options))
     assert steps_in(tmp_path / "short") == [12, 8, 4]  # the last execution of each epoch is short
 
 
-def test_a_plain_dataset_goes_on_with_its_later_batches(tmp_path):
-    def data():
-        return tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH)
-
-    for name, make in {"counted": data, "unknown": lambda: data().filter(lambda *_: True)}.items():
-        whole, numbers = fit(None, data=make())
-        fit(Checkpoint(tmp_path / name, 1), Act(6, interrupt), data=make())
-        model, rest = fit(Checkpoint(tmp_path / name, 1), data=make())
-        require_equal(model, whole)
-        assert rest == numbers[6:]
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_plain_dataset_goes_on_with_its_later_batches(tmp_path, is_counted):
+    resume(tmp_path, 6, data=lambda: dataset(is_counted))
 
 
 def test_validation_on_the_training_data_sees_all_of_it(tmp_path):
-    def run(act=None, checkpoint=None):
-        model, data = build(), GlobalBatches(*arrays(), batch_size=BATCH, seed=2)
-        callbacks = [c for c in (checkpoint, act) if c]
-        try:
-            history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks,
-                                validation_data=data)  # fmt: skip
-        except Interruption:
-            return []
-        return history.history["val_loss"]
+    def losses(*first, act=None):
+        data = GlobalBatches(*arrays(), batch_size=BATCH, seed=2)
+        model, _ = fit(list(first), act, data=data, epochs=2, validation_data=data)
+        return model.history.history.get("val_loss")
 
-    expected = run()
-    run(Act(2, interrupt), Checkpoint(tmp_path, 1, asynchronous=False))
-    assert run(checkpoint=Checkpoint(tmp_path, 1)) == expected
+    losses(Checkpoint(tmp_path, 1), act=Act(2, interrupt))
+    assert losses(Checkpoint(tmp_path, 1)) == losses()
 
 
 def test_callbacks_that_count_and_rates_that_follow_the_present_one(tmp_path):
@@ -122,28 +101,37 @@ def test_callbacks_that_count_and_rates_that_follow_the_present_one(tmp_path):
     whole, rest = [], []
 
     def more(noted):
-        class Note(keras.callbacks.Callback):
-            def on_epoch_end(self, epoch, logs=None):
-                rate = float(self.model.optimizer.learning_rate)
-                noted.append((epoch, rate, stop.wait, plateau.wait, stop.best))
-
         stop = keras.callbacks.EarlyStopping("loss", patience=9, mode="max")
         plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=2, mode="max", min_lr=1e-9)
         halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-        return [halve, stop, plateau, Note()]
 
-    model = build()
-    fit(None, model=model, epochs=5, more=more(whole))
+        def take_note(epoch, logs):
+            rate = float(halve.model.optimizer.learning_rate)
+            noted.append((epoch, rate, stop.wait, plateau.wait, stop.best))
+
+        return [halve, stop, plateau, keras.callbacks.LambdaCallback(on_epoch_end=take_note)]
+
+    model, _ = fit(None, epochs=5, more=more(whole))
     fit(Checkpoint(tmp_path, 1), Act(14, interrupt), epochs=5, more=more([]))
     again, _ = fit(Checkpoint(tmp_path, 1), epochs=5, more=more(rest))
     assert rest == whole[3:] and whole[3][2] > 1  # the count began before the restart
     require_equal(again, model)
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_rates_of_an_epoch_that_goes_on(tmp_path, is_built):
+    """What callbacks set at the epoch's begin stays, also where the data build the model."""
+    rates = [LearningRateScheduleCallback(0.1, lambda epoch: 0.1**epoch)]
+    resume(tmp_path / "after", 6, 2, model=lambda: build(is_built=is_built), more=rates)
+    halve = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]
+    resume(tmp_path / "in front", 6, model=lambda: build(is_built=is_built), front=halve)
+
+
 def test_nothing_left_to_train(tmp_path):
     model, _ = fit(Checkpoint(tmp_path))
-    again, batches = fit(Checkpoint(tmp_path))
-    assert batches == []
+    data = GlobalBatches(*arrays(), batch_size=BATCH // 2, seed=2)
+    again, batches = fit(Checkpoint(tmp_path), data=data)
+    assert (batches, data.epoch, data.batch_size) == ([], 3, BATCH // 2)
     require_equal(again, model)
     longer, batches = fit(Checkpoint(tmp_path), epochs=4)
     assert len(batches) == STEPS
@@ -182,8 +170,7 @@ def test_training_goes_on_while_files_are_written(tmp_path, monkeypatch):
     newest.path.rename(tmp_path / "elsewhere")
     after = []
     fit(Checkpoint(tmp_path, 99), Act(0, lambda: after.extend(values_of(model))), model=model)
-    for own, theirs in zip(after, at_two, strict=True):
-        np.testing.assert_array_equal(own, theirs)
+    require_identical(after, at_two)
 
 
 def with_nan_in_the_last_row():
@@ -193,30 +180,40 @@ def with_nan_in_the_last_row():
 
 
 def test_nan_in_the_last_step_of_an_epoch_is_not_saved(tmp_path, caplog):
-    sound = GlobalBatches(*arrays(), batch_size=BATCH)
-    fit(Checkpoint(tmp_path, keep=1), epochs=1, data=sound)
+    """Nor where the job is asked to make room then."""
+    fit(Checkpoint(tmp_path, keep=1), epochs=1)
     with caplog.at_level(logging.WARNING, logger="tfscale"):
         data, more = with_nan_in_the_last_row(), [keras.callbacks.TerminateOnNaN()]
         fit(Checkpoint(tmp_path, keep=1), epochs=3, data=data, more=more)
     assert steps_in(tmp_path) == [4]
     assert "not saved: weights of ranks [0] are not finite" in caplog.text
-
-
-def test_who_must_make_room_does_not_save_it_either(tmp_path):
     act = Act(3, preemption.request_save_and_stop)
     with pytest.raises(SystemExit):
-        fit(Checkpoint(tmp_path), act, epochs=2, data=with_nan_in_the_last_row())
-    assert steps_in(tmp_path) == []
+        fit(Checkpoint(tmp_path / "asked"), act, epochs=2, data=with_nan_in_the_last_row())
+    assert steps_in(tmp_path / "asked") == []
 
 
 def test_a_skipped_step_leaves_a_model_that_is_saved(tmp_path):
-    model = build()
-    optimizer = tfscale.DistributedOptimizer(keras.optimizers.Adam(0.01), nonfinite="skip")
-    model.compile(optimizer, "mse", run_eagerly=True)
+    model = build(optimizer=keras.optimizers.Adam(0.01), nonfinite="skip")
     data, more = with_nan_in_the_last_row(), [keras.callbacks.TerminateOnNaN()]
     fit(Checkpoint(tmp_path), model=model, data=data, more=more)
     assert steps_in(tmp_path) == [4]
     assert np.all(np.isfinite(model.get_weights()[0]))
+
+
+def test_what_stops_an_epoch_of_unknown_length_is_no_end(tmp_path):
+    """Unlike a callback in front that stops at the end of an epoch."""
+    model = build()
+
+    def stop(is_now=True):
+        model.stop_training = is_now
+
+    at_end = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: stop(epoch == 1))
+    fit(Checkpoint(tmp_path / "within", 4), Act(6, stop), model=model, data=dataset(False))
+    assert steps_in(tmp_path / "within") == [4]
+    model = build()
+    fit([at_end, Checkpoint(tmp_path / "end")], model=model, data=dataset(False))
+    assert steps_in(tmp_path / "end") == [8, 4]
 
 
 def test_parts_of_other_ranks_are_not_deleted_before_rank_0_writes_its_own(tmp_path, monkeypatch):
@@ -233,3 +230,66 @@ def test_parts_of_other_ranks_are_not_deleted_before_rank_0_writes_its_own(tmp_p
     monkeypatch.setattr(Saver, "finish", finish_late)
     fit(checkpoint, Act(3, interrupt))
     assert seen == [True]
+
+
+BATCHES = 6
+
+
+def six_batches(is_dataset=False):
+    x, y = (array[: BATCHES * 4] for array in arrays())
+    if is_dataset:
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    return {"x": x, "y": y, "batch_size": 4, "shuffle": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "stops"),
+    [
+        ({"steps_per_epoch": 6}, (1, 7)),
+        ({"steps_per_epoch": 3}, (1, 4, 7)),
+        ({"steps_per_epoch": 2}, (1, 3, 4)),
+        # Keras takes whole executions: an epoch of 3 steps, 2 at a time, takes 4 batches.
+        ({"steps_per_epoch": 3, "together": 2}, (2, 3)),
+        ({"steps_per_epoch": 4, "together": 2}, (2, 3)),
+        ({"steps_per_epoch": 3, "initial_epoch": 5, "epochs": 8}, (1, 4)),
+        ({"steps_per_epoch": 3, "is_dataset": True}, (5,)),
+    ],
+)
+def test_steps_of_several_epochs_from_one_pass_go_on_where_it_was(tmp_path, options, stops):
+    options = {"together": 1, "is_dataset": False, **options}
+    together, is_dataset = options.pop("together"), options.pop("is_dataset")
+    for stop in stops:
+        rest = resume(
+            tmp_path / f"{stop}", stop,
+            model=lambda: build(steps_per_execution=together),
+            data=lambda: six_batches(is_dataset), **options,
+        )  # fmt: skip
+        assert together > 1 or len(rest) == 3 * options["steps_per_epoch"] - stop
+
+
+@pytest.mark.slow
+def test_batches_of_another_size_than_fit_begins_with(tmp_path):
+    """Keras counts the steps of the program's batches until the epoch begins."""
+    four, eight = (GlobalBatches(*arrays(), batch_size=n) for n in (4, 8))
+    fit(Checkpoint(tmp_path, 1), Act(6, interrupt), data=four, epochs=2)
+    model, rest = fit(Checkpoint(tmp_path, 1), data=eight, epochs=2)  # 4 steps: fewer than made
+    assert rest == [6, 7, *range(8)]
+    assert int(model.optimizer.iterations) == 16
+
+
+@pytest.mark.slow
+def test_an_epoch_that_became_shorter_has_a_step_left():
+    """Shares of more ranks are smaller: an epoch without a step would log a loss of 0."""
+    seen = []
+
+    def resume_late(epoch, logs):
+        if epoch == 1:
+            seen.append(continue_epoch(running_fit().epochs, epoch, BATCHES + 3))
+
+    late = keras.callbacks.LambdaCallback(on_epoch_begin=resume_late)
+    for per_epoch, expected in ((None, [*range(BATCHES), BATCHES - 1]), (4, [0, 1, 2, 3, 1])):
+        options = {"data": six_batches(), "steps_per_epoch": per_epoch, "epochs": 2}
+        model, numbers = fit(late, **options)
+        assert numbers == expected and min(model.history.history["loss"]) > 0
+    assert seen == [BATCHES - 1, 1]  # the second epoch of four has two steps

@@ -1,17 +1,22 @@
-"""Chunks of layers: every layer in one, first k in the first, about equal bytes in the others."""
+"""Chunks of layers, and dense layers that exchange activations and errors: options, what pays."""
+
+from fractions import Fraction
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tfscale
 from tfscale.comm.compression import Compression
 from tfscale.config import ConfigError, PlanError
-from tfscale.exchange.dense import DenseCalls, ReplicatedCall
+from tfscale.exchange.dense import DenseCalls, ReplicatedCall, require_own
 from tfscale.exchange.plan import GradientOptions
+from tfscale.internals.trace import context_of
 from tfscale.plan.buckets import GradientSpec, build_chunks, chunk_layers, layers_of
-from tfscale.plan.layers import is_replicated_cheaper
+from tfscale.plan.layers import is_partial_cheaper, is_replicated_cheaper
 
 
 def test_layers_of_variables():
@@ -25,16 +30,13 @@ def test_layers_of_variables():
     st.one_of(st.integers(1, 6), st.just("per_layer")),
 )
 def test_every_layer_is_in_one_chunk(layer_bytes, first, chunks):
+    n_layers = len(layer_bytes)
     result = chunk_layers(layer_bytes, first, chunks)
-    flat = [layer for chunk in result for layer in chunk]
-    assert flat == list(reversed(range(len(layer_bytes))))
+    assert [layer for chunk in result for layer in chunk] == list(reversed(range(n_layers)))
     assert all(result)
-    if chunks == "per_layer":
-        assert len(result) == len(layer_bytes)
-    else:
-        assert len(result) <= chunks
-        if chunks > 1:
-            assert len(result[0]) == min(first, len(layer_bytes))
+    assert len(result) == n_layers if chunks == "per_layer" else len(result) <= chunks
+    if chunks != "per_layer" and chunks > 1:
+        assert len(result[0]) == min(first, n_layers)
 
 
 def test_the_rest_is_shared_by_bytes():
@@ -46,31 +48,39 @@ def test_dtypes_travel_apart():
     assert len(build_chunks(specs, 2, 2)) == 2
 
 
-@pytest.mark.parametrize("first, chunks", [(0, 2), (1, 0)])
-def test_numbers_must_be_positive(first, chunks):
-    with pytest.raises(PlanError, match="A chunk needs a layer"):
-        chunk_layers([1, 2], first, chunks)
+def test_numbers_must_be_positive():
+    for first, chunks in ((0, 2), (1, 0)):
+        with pytest.raises(PlanError, match="A chunk needs a layer"):
+            chunk_layers([1, 2], first, chunks)
 
 
-def test_replication_pays_where_the_kernel_is_large():
+def test_what_pays_for_layers_of_vgg_a():
+    """At a global batch of 256; a batch beyond which weights are fewer; one process."""
     assert is_replicated_cheaper(25088, 4096, 256, 4)
     assert not is_replicated_cheaper(512, 10, 256, 4)
     assert not is_replicated_cheaper(25088, 4096, 256, 1)
+    assert is_partial_cheaper(25088, 4096, 256, 4)
+    assert not is_partial_cheaper(4096, 1000, 4096, 4)
+    assert not is_partial_cheaper(25088, 4096, 256, 1)
 
 
 @pytest.mark.parametrize(
-    "options, text",
+    ("make", "words"),
     [
-        ({"first_chunk_layers": 0}, "first_chunk_layers must be 1 or more, or 'auto'"),
-        ({"chunks": "all"}, "chunks must be 1 or more, or 'per_layer'"),
-        ({"replicated_dense": -1}, "replicated_dense must be 0 or more, or 'auto'"),
-        ({"replicated_dense": "auto"}, "needs the batch size"),
-        ({"first_chunk_layers": 1, "first_chunk_from": "a"}, "Leave one of them out"),
+        (lambda: tfscale.Chunked(first_chunk_layers=0), "first_chunk_layers must"),
+        (lambda: tfscale.Chunked(chunks="all"), "chunks must"),
+        (lambda: tfscale.Chunked(replicated_dense=-1), "replicated_dense must"),
+        (lambda: tfscale.Chunked(replicated_dense="auto"), "needs the batch size"),
+        (lambda: tfscale.Chunked(first_chunk_layers=1, first_chunk_from="a"), "Leave one of them"),
+        *(
+            (lambda batch=batch: tfscale.Sharded(global_batch=batch), f"global_batch={batch}")
+            for batch in (0, -1, 2.5, True)
+        ),
     ],
 )
-def test_bad_options(options, text):
-    with pytest.raises(ConfigError, match=text):
-        tfscale.Chunked(**options)
+def test_bad_options(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
 
 
 class FourRanks:
@@ -110,12 +120,36 @@ def test_layers_that_cannot_be_replicated_stay_in_the_chunks():
 
 
 def test_auto_takes_large_kernels():
-    large, small = keras.layers.Dense(512, name="large"), keras.layers.Dense(2, name="small")
-    assert chosen(tfscale.Chunked(replicated_dense="auto", global_batch=32), large, small) == [
-        "large"
-    ]
+    layers = [keras.layers.Dense(units, name=f"{units}") for units in (512, 2)]
+    assert chosen(tfscale.Chunked(replicated_dense="auto", global_batch=32), *layers) == ["512"]
 
 
 def test_more_layers_than_there_are():
     with pytest.raises(PlanError, match="must have 3 Dense layers"):
         chosen(tfscale.Chunked(replicated_dense=3), keras.layers.Dense(2))
+
+
+COUNTS = st.integers(1, 5000)
+
+
+@given(COUNTS, COUNTS, COUNTS, st.integers(2, 64))
+def test_partial_gradients_pay_on_the_condition_of_the_thesis(n_in, n_out, batch, size):
+    sent = Fraction(n_in * batch, size) + n_out * batch
+    assert is_partial_cheaper(n_in, n_out, batch, size) == (sent < n_in * n_out)
+
+
+def test_a_gradient_times_a_constant_is_still_the_layers_own():
+    """Not so one that is multiplied by another tensor, or by which a constant is divided."""
+    kernel = keras.Variable(np.ones(2), name="kernel")
+
+    @tf.function(autograph=False)
+    def step(inputs):
+        made = tf.identity(inputs)
+        context_of(made.graph).made[made.name] = id(kernel)
+        for own in (made, made * 0.5, 0.5 * made, made / 2.0):
+            require_own(own, kernel)
+        for other in (inputs, made * inputs, 2.0 / made):
+            with pytest.raises(PlanError, match="what back-propagation"):
+                require_own(other, kernel)
+
+    step(tf.ones(2))

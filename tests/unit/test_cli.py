@@ -1,4 +1,4 @@
-"""The command line, and running jobs to their end."""
+"""The command line: commands of launchers, and what they refuse; `tfscale doctor`."""
 
 import json
 import re
@@ -18,6 +18,7 @@ from tfscale.launcher.mpi_command import LaunchSpec, Mpi, loopback_variables, th
 from tfscale.transparent import __main__ as transparent
 
 FOUR = LaunchSpec(("x",), 4, n_cores=8)
+SLURM = ["run", "-np", "2", "--slurm"]
 
 
 SHARED = dict.fromkeys(["OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"], "2")
@@ -52,9 +53,6 @@ def test_threads_of_ranks(fields, environ, expected, tmp_path, monkeypatch):
     spec = LaunchSpec(("x",), **{"size": 4, "n_cores": 8, **fields})
     expected = {expected: SHARED[expected]} if isinstance(expected, str) else expected
     assert thread_variables(spec, environ) == expected
-
-
-def test_a_setting_of_threads_that_is_no_word_is_refused():
     with pytest.raises(ConfigError, match="Received: TFSCALE_SET_THREADS='two'"):
         thread_variables(FOUR, {"TFSCALE_SET_THREADS": "two"})
 
@@ -68,16 +66,6 @@ def test_transports_listen_on_the_loopback_interface_where_all_ranks_share_a_hos
     assert loopback_variables(FOUR, Mpi("openmpi", "5.0", "/mpi/mpiexec"), {}) == {}
 
 
-def test_dry_run_prints_the_command(capsys):
-    words = ["run", "-np", "3", "--slurm", "--env", "K=V", "--dry-run", "python", "t.py", "--np"]
-    assert cli.main(words) == 0
-    line = capsys.readouterr().out.strip()
-    assert line.startswith("env K=... TFSCALE_RESTART=0 TFSCALE_BEAT=1 ")
-    assert " TFSCALE_STOP_SIGNAL=SIGUSR1 " in line and "K=V" not in line
-    assert " srun " in line and "--ntasks=3" in line
-    assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np")
-
-
 @pytest.mark.parametrize("launcher", [["--slurm"], []])
 def test_run_prints_the_command_without_values_of_variables(launcher, capsys, monkeypatch):
     monkeypatch.setattr(cli.Job, "run", lambda self: 3)
@@ -88,6 +76,21 @@ def test_run_prints_the_command_without_values_of_variables(launcher, capsys, mo
     assert "secret" not in err and " KEY=... N=... TFSCALE_RESTART=0 " in err
     assert cli.main(["run", "--quiet", *words]) == 3
     assert capsys.readouterr().err == ""
+    assert cli.main(["run", "--dry-run", *words]) == 0
+    assert capsys.readouterr().out.strip() == err.removeprefix("tfscale: ").strip()
+
+
+def test_the_command_of_slurm(capsys, monkeypatch):
+    """Cores that a batch script asked for are asked of its srun, too."""
+    words = [*SLURM, "--dry-run", "python", "t.py", "--np"]
+    for cores in ("12", ""):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", cores)
+        assert cli.main(words) == 0
+        line = capsys.readouterr().out
+        assert " TFSCALE_BEAT=1 " in line and " TFSCALE_STOP_SIGNAL=SIGUSR1 " in line
+        assert " srun " in line and "--ntasks=2" in line
+        assert ("--cpus-per-task=12" in line) == bool(cores) == ("--cpus-per-task" in line)
+        assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np\n")
 
 
 @pytest.mark.parametrize("options", [[], ["--verbose"], ["--env", "TF_CPP_MIN_LOG_LEVEL=0"]])
@@ -100,8 +103,7 @@ def test_tensorflow_is_quiet_unless_the_user_wants_to_hear_it(options, monkeypat
         return Outcome(0, is_orderly=True)
 
     monkeypatch.setattr(restarting, "run_attempt", run_attempt)
-    words = ["run", "--quiet", "-np", "2", "--slurm", *options, "python", "t.py"]
-    assert cli.main(words) == 0
+    assert cli.main([*SLURM, "--quiet", *options, "python", "t.py"]) == 0
     level = None if options == ["--verbose"] else "0" if options else "1"
     assert started == [(level, not options)]
 
@@ -110,12 +112,13 @@ def test_a_script_without_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.touch()
-    words = ["run", "-np", "2", "--slurm", "--dry-run"]
-    assert cli.main([*words, "train.py", "--fast"]) == 0
-    assert capsys.readouterr().out.endswith(f" -- {sys.executable} train.py --fast\n")
-    script.chmod(0o755)
-    assert cli.main([*words, "./train.py"]) == 0
-    assert capsys.readouterr().out.endswith(" -- ./train.py\n")
+    for mode, word, expected in (
+        (0o644, "train.py", f"{sys.executable} train.py --fast"),
+        (0o755, "./train.py", "./train.py --fast"),
+    ):
+        script.chmod(mode)
+        assert cli.main([*SLURM, "--dry-run", word, "--fast"]) == 0
+        assert capsys.readouterr().out.endswith(f" -- {expected}\n")
 
 
 @pytest.mark.parametrize(
@@ -131,25 +134,23 @@ def test_a_script_without_python(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_distribute_is_put_before_the_program(command, expected, capsys):
-    words = ["run", "-np", "2", "--slurm", "--dry-run", "--distribute"]
-    assert cli.main([*words, *shlex.split(command)]) == 0
+    assert cli.main([*SLURM, "--dry-run", "--distribute", *shlex.split(command)]) == 0
     shown, is_seeded = re.subn(r" --seed=\d+", "", capsys.readouterr().out)
     assert shown.endswith(f".rank_process -- {expected}\n") and is_seeded == 1
 
 
 def test_options_of_distribute_are_passed_on(capsys, monkeypatch):
-    words = ["run", "-np", "2", "--slurm", "--dry-run", "--distribute", "--exchange", "auto"]
+    words = [*SLURM, "--dry-run", "--distribute", "--exchange", "auto"]
     words += ["--batch-norm", "local", "--seed", "0", "--all-output", "python", "t.py"]
+    own = "--exchange=auto --batch-norm=local --seed=0 --all-output -- t.py\n"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     for value, is_set in ((None, True), ("random", True), ("3", False)):
         if value is not None:
             monkeypatch.setenv("PYTHONHASHSEED", value)
         assert cli.main(words) == 0
         shown = capsys.readouterr().out
-        assert ("PYTHONHASHSEED=" in shown) == is_set
-        own = "--exchange=auto --batch-norm=local --seed=0 --all-output -- t.py\n"
-        assert shown.endswith(own)
-        split = transparent.split(shlex.split(own))
-        assert split == (own.split()[:4], ["t.py"])
+        assert ("PYTHONHASHSEED=" in shown) == is_set and shown.endswith(own)
+    assert transparent.split(shlex.split(own)) == (own.split()[:4], ["t.py"])
     with pytest.raises(SystemExit):
         cli.main([*words[:6], "--exchange", "allgather", "python", "t.py"])
     assert "invalid choice: 'allgather'" in capsys.readouterr().err
@@ -157,17 +158,9 @@ def test_options_of_distribute_are_passed_on(capsys, monkeypatch):
 
 def test_the_command_line_does_not_wait_for_tensorflow():
     code = "import sys; from tfscale.launcher import cli; cli.main(sys.argv[1:])"
-    words = ["run", "-np", "1", "--slurm", "--dry-run", "true"]
-    check = "; assert 'tensorflow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code + check, *words], check=True, capture_output=True)
-
-
-def test_cores_that_a_batch_script_asked_for_are_asked_of_its_srun(monkeypatch, capsys):
-    words = ["run", "-np", "2", "--slurm", "--dry-run", "python", "t.py"]
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
-    assert cli.main(words) == 0 and "--cpus-per-task=12" in capsys.readouterr().out
-    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
-    assert cli.main(words) == 0 and "--cpus-per-task" not in capsys.readouterr().out
+    code += "; assert 'tensorflow' not in sys.modules"
+    words = [sys.executable, "-c", code, *SLURM, "--dry-run", "true"]
+    subprocess.run(words, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
@@ -199,59 +192,61 @@ def test_impossible_runs_are_refused(words, message, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("launcher", [[], ["--slurm"], ["--restarts", "1"]])
-def test_places_without_a_host_are_refused(launcher, tmp_path, capsys):
-    nothing, comments, hosts = (str(tmp_path / name) for name in "abc")
-    for path, text in ((nothing, ""), (comments, "# none\n\n"), (hosts, "#\n" + "node1\n" * 3)):
-        Path(path).write_text(text)
+def test_places_without_a_host_are_refused(launcher, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = {"nothing": "", "comments": "# none\n\n", "hosts": "#\n" + "node1\n" * 3}
+    for name, text in texts.items():
+        Path(name).write_text(text)
     for places, message in (
         (["-H", ""], "Received: -H without a name"),
         (["--hostfile", ""], "readable"),
-        (["--hostfile", nothing], f"Received: --hostfile {nothing} without a name"),
-        (["--hostfile", comments], f"Received: --hostfile {comments} without a name"),
-        (["--hostfile", hosts], ""),
+        (["--hostfile", "nothing"], "Received: --hostfile nothing without a name"),
+        (["--hostfile", "comments"], "Received: --hostfile comments without a name"),
+        (["--hostfile", "hosts"], ""),
     ):
         code = cli.main(["run", "-np", "3", *launcher, *places, "--dry-run", "python"])
         assert code == (2 if message else 0) and message in capsys.readouterr().err
 
 
-@pytest.fixture
-def fake_mpiexec(tmp_path):
+@pytest.mark.parametrize("launcher", [[], ["--slurm"]])
+def test_an_mpiexec_that_cannot_be_used_is_named(launcher, tmp_path, capsys, monkeypatch):
     fake = tmp_path / "mpiexec"
     fake.write_text("#!/bin/sh\necho something else\n")
     fake.chmod(0o755)
-    return str(fake)
-
-
-@pytest.mark.parametrize("launcher", [[], ["--slurm"]])
-def test_an_mpiexec_that_cannot_be_used_is_named(launcher, fake_mpiexec, capsys, monkeypatch):
     words = ["run", "-np", "2", *launcher, "--dry-run"]
-    for path in (fake_mpiexec, f"{fake_mpiexec}.none"):
-        assert cli.main([*words, "--mpiexec", path, "python"]) == 2
+    for path in (fake, f"{fake}.none"):
+        assert cli.main([*words, "--mpiexec", str(path), "python"]) == 2
         assert f"Received: {path}, which is another one" in capsys.readouterr().err
-    monkeypatch.setattr(mpi_command, "find_tool", lambda name: fake_mpiexec)
+    monkeypatch.setattr(mpi_command, "find_tool", lambda name: str(fake))
     assert cli.main([*words, "python"]) == (0 if launcher else 2)  # srun needs none
-    assert launcher or f"Received: {fake_mpiexec}, which" in capsys.readouterr().err
+    assert launcher or f"Received: {fake}, which" in capsys.readouterr().err
 
 
-def test_doctor_names_remedies(monkeypatch, capsys):
-    checks = [doctor.Check("mpi", "missing", "none", "install it"), doctor.Check("x", "ok", "y")]
-    monkeypatch.setattr(cli, "examine", lambda *_: checks)
-    assert cli.main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "-> install it" in out and "Not ready" in out
-    assert cli.main(["doctor", "--json"]) == 1
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["ok"] is False and answer["checks"][0]["remedy"] == "install it"
-
-
-def test_doctor_without_mpi_or_library(monkeypatch):
+def test_doctor_without_mpi_or_library(monkeypatch, capsys):
     failing = mock.Mock(side_effect=doctor.ExchangeError("no library"))
     monkeypatch.setattr(doctor, "find_mpi", lambda: None)
     monkeypatch.setattr(doctor, "find_tool", lambda name: None)
     monkeypatch.setattr(doctor.library, "prepare_library", failing)
     monkeypatch.setattr(doctor, "check_gpus", lambda timeout_s: doctor.Check("gpus", "info", "0"))
-    checks = {check.name: check for check in doctor.examine({})}
-    assert checks["mpi"].status == "missing" and "self test" not in checks
-    assert (checks["library"].status, checks["library"].detail) == ("missing", "no library")
+    assert cli.main(["doctor", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in answer["checks"]}
+    assert answer["ok"] is False and checks["mpi"]["status"] == "missing"
+    assert "self test" not in checks
+    assert (checks["library"]["status"], checks["library"]["detail"]) == ("missing", "no library")
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert f"-> {checks['mpi']['remedy']}" in out and "Not ready" in out
     assert doctor.check_keras({"KERAS_BACKEND": "jax"}).status == "missing"
     assert doctor.check_threads({"TF_NUM_INTEROP_THREADS": "1"}).status == "warning"
+
+
+@pytest.mark.timeout(240)
+def test_doctor_of_a_healthy_machine(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in answer["checks"]}
+    assert answer["ok"] is True and {"threads", "gpus"} <= set(checks)
+    for name in ("tensorflow", "keras", "mpi", "library", "self test"):
+        assert checks[name]["status"] == "ok", checks[name]
+    assert checks["self test"]["detail"] == "2 ranks: allreduce is right"

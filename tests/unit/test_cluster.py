@@ -22,11 +22,9 @@ def test_each_node_has_an_address_of_its_own_in_the_network_for_measuring():
     assert NETWORK.subnet_of(ipaddress.ip_network("198.18.0.0/15"))
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"), [("1gbit", 1e9), ("250mbit", 2.5e8), ("2.5Gbit", 2.5e9), ("1000kbit", 1e6)]
-)
-def test_rates(text, rate):
-    assert parse_rate(text) == rate
+def test_rates():
+    texts = ("1gbit", "250mbit", "2.5Gbit", "1000kbit")
+    assert [parse_rate(text) for text in texts] == [1e9, 2.5e8, 2.5e9, 1e6]
 
 
 def test_every_command_stays_in_namespaces_of_the_cluster():
@@ -42,27 +40,23 @@ def test_every_command_stays_in_namespaces_of_the_cluster():
 
 @pytest.mark.parametrize("rate", [1e6, 1e9, 1e10])
 def test_both_directions_of_each_link_get_the_rate_and_room_for_the_largest_packet(rate):
+    """Delay and loss are inside the rate."""
     lines = commands.shape_commands(LAYOUT, commands.Shape(rate))
     assert len(lines) == 2 * 3
     for line in lines:
         assert line[line.index("rate") + 1] == f"{rate:.0f}bit"
         assert int(line[line.index("burst") + 1]) >= 128 * 1024
-        assert "netem" not in line
-
-
-def test_delay_and_loss_are_inside_the_rate():
-    lines = commands.shape_commands(LAYOUT, commands.Shape(1e9, delay_ms=0.5, loss_percent=0.1))
-    netem = [line for line in lines if "netem" in line]
-    assert len(netem) == 6
-    assert all(line[line.index("parent") + 1] == "1:1" for line in netem)
-    assert all(line[line.index("delay") + 1] == "0.5ms" for line in netem)
+    delayed = commands.shape_commands(LAYOUT, commands.Shape(rate, delay_ms=0.5, loss_percent=0.1))
+    netem = [line for line in delayed if "netem" in line]
+    assert len(netem) == 6 and len(delayed) == 12 and not any("netem" in line for line in lines)
+    assert {line[line.index("parent") + 1] for line in netem} == {"1:1"}
+    assert {line[line.index("delay") + 1] for line in netem} == {"0.5ms"}
 
 
 def test_counters_are_the_nodes_point_of_view():
-    links = [{"ifname": "lo"}, {"ifname": "bridge0"}]
-    links += [{"ifname": f"port{i}"} for i in range(3)]
-    for i, link in enumerate(links):
-        link["stats64"] = {"rx": {"bytes": 10 * i}, "tx": {"bytes": i}}
+    names = ["lo", "bridge0", "port0", "port1", "port2"]
+    stats = [{"rx": {"bytes": 10 * i}, "tx": {"bytes": i}} for i in range(5)]
+    links = [{"ifname": n, "stats64": s} for n, s in zip(names, stats, strict=True)]
     counters = commands.parse_counters(LAYOUT, json.dumps(links))
     assert counters == {f"node{i}": {"sent": 10 * (i + 2), "received": i + 2} for i in range(3)}
     after = {node: {way: n + 5 for way, n in ways.items()} for node, ways in counters.items()}
@@ -88,12 +82,11 @@ def test_the_launcher_enters_the_node_under_its_name(tmp_path):
     assert done.stdout == "".join(f"{word}|" for word in words)
 
 
-@pytest.mark.parametrize("host", ["10.0.0.1", "example.org", "198.18.0.99", "node1"])
-def test_the_launcher_refuses_other_hosts(tmp_path, host):
-    done = _run_script(tmp_path, host, "true")
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert f"{host} is no node of the emulated cluster main" in done.stderr
+def test_the_launcher_refuses_other_hosts(tmp_path):
+    for host in ("10.0.0.1", "example.org", "198.18.0.99", "node1"):
+        done = _run_script(tmp_path, host, "true")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"{host} is no node of the emulated cluster main" in done.stderr
 
 
 def test_links_that_moved_nothing_are_an_error():
@@ -106,8 +99,7 @@ def test_links_that_moved_nothing_are_an_error():
 def test_state_survives_and_goes(tmp_path):
     assert read_state("main", tmp_path) is None
     write_state(State(LAYOUT, {"abc": 17}), tmp_path)
-    state = read_state("main", tmp_path)
-    assert state == State(LAYOUT, {"abc": 17})
+    assert read_state("main", tmp_path) == State(LAYOUT, {"abc": 17})
     delete_state("main", tmp_path)
     delete_state("main", tmp_path)
     assert read_state("main", tmp_path) is None

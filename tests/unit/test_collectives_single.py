@@ -82,10 +82,9 @@ def test_gradients(run):
 
 
 def test_objects_variables_barrier_and_join():
-    thing = {"a": [1, 2]}
+    thing, variable = {"a": [1, 2]}, tf.Variable([1.0])
     assert tfscale.broadcast_object(thing) is thing
     assert tfscale.allgather_object(thing) == [thing]
-    variable = tf.Variable([1.0])
     tfscale.broadcast_variables([variable])
     assert variable.numpy() == 1.0
     tfscale.barrier()
@@ -112,43 +111,40 @@ def test_one_process_loads_neither_mpi_nor_the_engine():
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("call", "words"),
     [
-        (lambda: tfscale.allreduce(tf.constant([True])), "Received: dtype=bool. Cast the tensor"),
-        (lambda: tfscale.allreduce(tf.ones(1), op="mean"), "op must be one of Average, Sum"),
-        (lambda: tfscale.broadcast(tf.ones(1), 1), "root_rank must be one of [0]. Received: root"),
-        (lambda: tfscale.broadcast_object(1, 1), "root_rank must be one of [0]."),
-        (lambda: tfscale.broadcast_variables([], -1), "root_rank must be one of [0]."),
-        (lambda: tfscale.allreduce(tf.constant(["a"])), "Received: dtype=string. Cast the tensor"),
-        (lambda: tfscale.allreduce(tf.zeros(1, tf.uint16)), "Received: dtype=uint16. Cast the"),
-        (lambda: tfscale.broadcast(tf.ones(1), -1), "Received: root_rank=-1."),
-        (lambda: tfscale.reducescatter(tf.constant([True])), "A reduction needs float32"),
-        (lambda: tfscale.reducescatter(tf.constant(1.0)), "needs a tensor of rank 1 or more."),
-        (lambda: tfscale.alltoall(tf.ones(2), [1]), "add up to the 2 rows"),
-        (lambda: tfscale.alltoall(tf.ones(2), [1, 1]), "for each of the 1 ranks"),
-        (lambda: tfscale.alltoall(tf.ones(2), [2.0]), "splits must be a vector of integers"),
-        (lambda: tfscale.alltoall(tf.ones(2), 2), "splits must be a vector of integers"),
-        (lambda: tfscale.ProcessSet([]), "needs one or more distinct ranks"),
-        (lambda: tfscale.ProcessSet([-1]), "0 or greater. Received: ranks=[-1]."),
-        (lambda: tfscale.add_process_set([0, 1]), "must lie in [0, 1)"),
-        (lambda: tfscale.broadcast_global_variables(0), "Pass model=..."),
+        (lambda: tfscale.allreduce(tf.constant([True])), "dtype=bool"),
+        (lambda: tfscale.allreduce(tf.constant(["a"])), "dtype=string"),
+        (lambda: tfscale.allreduce(tf.zeros(1, tf.uint16)), "dtype=uint16"),
+        (lambda: tfscale.allreduce(tf.ones(1), op="mean"), "op must"),
+        (lambda: tfscale.broadcast(tf.ones(1), 1), "root_rank must"),
+        (lambda: tfscale.broadcast(tf.ones(1), -1), "root_rank=-1"),
+        (lambda: tfscale.broadcast_object(1, 1), "root_rank must"),
+        (lambda: tfscale.broadcast_variables([], -1), "root_rank must"),
+        (lambda: tfscale.reducescatter(tf.constant([True])), "dtype=bool"),
+        (lambda: tfscale.reducescatter(tf.constant(1.0)), "rank 1 or more"),
+        (lambda: tfscale.alltoall(tf.ones(2), [1]), "the 2 rows"),
+        (lambda: tfscale.alltoall(tf.ones(2), [1, 1]), "each of the 1 ranks"),
+        (lambda: tfscale.alltoall(tf.ones(2), [2.0]), "splits must"),
+        (lambda: tfscale.alltoall(tf.ones(2), 2), "splits must"),
+        (lambda: tfscale.ProcessSet([]), "distinct ranks"),
+        (lambda: tfscale.ProcessSet([-1]), r"ranks=\[-1\]"),
+        (lambda: tfscale.add_process_set([0, 1]), r"in \[0, 1\)"),
+        (lambda: tfscale.broadcast_global_variables(0), "Pass model="),
     ],
 )
-def test_errors(call, text):
-    with pytest.raises(ConfigError) as error:
+def test_errors(call, words):
+    with pytest.raises(ConfigError, match=words):
         call()
-    assert text in str(error.value)
 
 
 def test_process_set_of_the_only_rank():
-    process_set = tfscale.add_process_set([0])
-    assert process_set.included() and process_set.size() == 1 and process_set.rank() == 0
-    np.testing.assert_array_equal(
-        tfscale.allreduce(tf.ones(2), Sum, process_set=process_set), [1.0, 1.0]
-    )
-    assert tfscale.remove_process_set(process_set)
+    own = tfscale.add_process_set([0])
+    assert own.included() and own.size() == 1 and own.rank() == 0
+    np.testing.assert_array_equal(tfscale.allreduce(tf.ones(2), Sum, process_set=own), [1.0, 1.0])
+    assert tfscale.remove_process_set(own)
     with pytest.raises(ExchangeError, match="A process set must be added before it is used"):
-        process_set.size()
+        own.size()
 
 
 def test_nothing_works_before_init():
@@ -174,5 +170,5 @@ def test_init_of_one_process():
     tfscale.init(process_sets="Dynamic")
     start.shutdown()
     for wrong in ({"backend": "mpi"}, {"process_sets": "static"}):
-        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} must be"):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
             tfscale.init(**wrong)

@@ -39,60 +39,53 @@ def test_every_variable_is_read():
     assert parse_settings({**environ, "OTHER": "ignored"}) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("true", True), ("YES", True), ("0", False), ("No", False)]
-)
-def test_words_for_yes_and_no(text, value):
-    assert parse_settings({"TFSCALE_SET_THREADS": text}).set_threads is value
+def test_words_for_yes_and_no():
+    for text, value in (("true", True), ("YES", True), ("0", False), ("No", False)):
+        assert parse_settings({"TFSCALE_SET_THREADS": text}).set_threads is value
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "range_of_values"),
     [
-        ("BACKEND", "mpi", "one of auto, engine, horovod, single."),
-        ("SET_THREADS", "maybe", "1 or 0. Received: TFSCALE_SET_THREADS='maybe'."),
+        ("BACKEND", "mpi", "one of auto, engine, horovod, single"),
+        ("SET_THREADS", "maybe", "1 or 0"),
         ("PIN_CORE", "a", "none, last, a list"),
-        ("PIN_CORE", "1,,2", "Received: TFSCALE_PIN_CORE='1,,2'."),
-        ("CHUNK_BYTES", "1e6", "CHUNK_BYTES."),
-        ("CHUNK_BYTES", "1", "in [64, "),
-        ("STALL_WARNING_S", "0", "in [0.01, inf]."),
-        ("STALL_SHUTDOWN_S", "nan", "in ["),
-        ("WINDOW_BYTES", "0", "in [1, "),
-        ("REDUCE_THREADS", "-1", "in [0, 1024]."),
-        ("HOST_MEMORY", "-2", "in [0, "),
+        ("PIN_CORE", "1,,2", "none, last, a list"),
+        ("CHUNK_BYTES", "1e6", "a whole number"),
+        ("CHUNK_BYTES", "1", r"in \[64, "),
+        ("STALL_WARNING_S", "0", r"in \[0.01, inf\]"),
+        ("STALL_SHUTDOWN_S", "nan", r"in \["),
+        ("WINDOW_BYTES", "0", r"in \[1, "),
+        ("REDUCE_THREADS", "-1", r"in \[0, 1024\]"),
+        ("HOST_MEMORY", "-2", r"in \[0, "),
     ],
 )
-def test_errors_name_the_variable(name, text, message):
-    with pytest.raises(ConfigError) as error:
+def test_errors_name_the_variable(name, text, range_of_values):
+    with pytest.raises(ConfigError, match=rf"TFSCALE_{name} must be .*{range_of_values}.*{text}"):
         parse_settings({f"TFSCALE_{name}": text})
-    assert f"TFSCALE_{name} must be " in str(error.value) and message in str(error.value)
 
 
 def test_the_environment_is_read_once(monkeypatch):
     config.settings.cache_clear()
-    monkeypatch.setenv("TFSCALE_CHUNK_BYTES", "640")
-    assert config.settings().chunk_bytes == 640
-    monkeypatch.setenv("TFSCALE_CHUNK_BYTES", "1280")
-    assert config.settings().chunk_bytes == 640
+    for text in ("640", "1280"):
+        monkeypatch.setenv("TFSCALE_CHUNK_BYTES", text)
+        assert config.settings().chunk_bytes == 640
     config.settings.cache_clear()
     assert config.settings().chunk_bytes == 1280
     monkeypatch.undo()
     config.settings.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("rule", "cores"),
-    [
+def test_the_core_of_each_rank_of_a_host():
+    usable = [10, 11, 13, 20, 21, 23, 24, 30, 31, 32]  # each of three ranks has three
+    places = [engine.HostPlace(rank, 3, 0, 1, 3) for rank in range(3)]
+    for rule, cores in (
         ("none", [-1, -1, -1]),
         ("7,3,5", [7, 3, 5]),
         ("7+8", [7, 15, 23]),
-        ("last", [13, 23, 31]),  # of ten cores each has three
-    ],
-)
-def test_the_core_of_each_rank_of_a_host(rule, cores):
-    usable = [10, 11, 13, 20, 21, 23, 24, 30, 31, 32]
-    places = [engine.HostPlace(rank, 3, 0, 1, 3) for rank in range(3)]
-    assert [engine.pinned_core(rule, place, usable) for place in places] == cores
+        ("last", [13, 23, 31]),
+    ):
+        assert [engine.pinned_core(rule, place, usable) for place in places] == cores
     bound = engine.HostPlace(1, 3, 0, 1, 2)
     assert engine.pinned_core("last", bound, [2, 3]) == 3
     with pytest.raises(ConfigError, match="a core for each of the 3 ranks of a host"):

@@ -44,11 +44,9 @@ def table(**forms: str) -> Table:
     parameters = []
     for i, (path, shape) in enumerate(SHAPES.items()):
         layer = path.split("/")[0]
-        parameter = Parameter(GradientSpec(path, shape, "float32"), "float32")
-        parameter = replace(parameter, gradient=forms.get(layer, "none"), is_local=i == 3)
-        if layer == "wide":
-            parameter = replace(parameter, row_bucket=1)
-        parameters.append(parameter)
+        own = {"gradient": forms.get(layer, "none"), "is_local": i == 3}
+        own |= {"row_bucket": 1} if layer == "wide" else {}
+        parameters.append(Parameter(GradientSpec(path, shape, "float32"), "float32", **own))
     return Table(tuple(parameters))
 
 

@@ -16,12 +16,12 @@ def test_a_file_is_complete_or_the_one_before(tmp_path):
         file.write(b"half")
         raise OSError("full")
 
-    for before in (None, "before"):
-        if before:
-            write_atomically(path, before)
+    for contents in ([], ["before"]):
+        for content in contents:
+            write_atomically(path, content)
         with pytest.raises(OSError, match="full"):
             write_atomically(path, fail)
-        assert [p.read_text() for p in tmp_path.iterdir()] == ([before] if before else [])
+        assert [p.read_text() for p in tmp_path.iterdir()] == contents
     for content in (b"bytes", "text", lambda file: file.write(b"written")):
         write_atomically(path, content)
     assert path.read_bytes() == b"written"

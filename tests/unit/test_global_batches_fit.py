@@ -32,29 +32,14 @@ def expected(samples, batch_sizes, **options):
     return batches
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 2, 4])
-@pytest.mark.parametrize("fit_options", [{}, {"shuffle": False}])
-def test_order_is_ours_whatever_fit_shuffles(steps_per_execution, fit_options):
-    model = Recorder(steps_per_execution=steps_per_execution)
-    model.fit(make(40, batch_size=10), epochs=3, verbose=0, **fit_options)
-    assert model.trained == expected(40, [10] * 3)
-
-
-@pytest.mark.skipif(
-    tuple(map(int, keras.__version__.split(".")[:2])) < (3, 15),
-    reason="older Keras warns at the end of such epochs, whatever the data",
-)
-def test_steps_that_do_not_fill_the_last_execution():
-    model = Recorder(steps_per_execution=3)
-    model.fit(make(40, batch_size=10), epochs=3, verbose=0)
-    assert model.trained == expected(40, [10] * 3)
-
-
-def test_keras_cannot_be_told_to_use_workers():
-    data = make(40, batch_size=10)
-    with pytest.raises(AttributeError, match="workers"):
-        data.workers = 4
-    assert data.workers == 1
+@pytest.mark.parametrize("steps_per_execution", [1, 2, 4, 3])
+def test_order_is_ours_whatever_fit_shuffles(steps_per_execution):
+    if steps_per_execution == 3 and tuple(map(int, keras.__version__.split(".")[:2])) < (3, 15):
+        pytest.skip("older Keras warns at the end of such epochs, whatever the data")
+    for options in ({}, {"shuffle": False}):
+        model = Recorder(steps_per_execution=steps_per_execution)
+        model.fit(make(40, batch_size=10), epochs=3, verbose=0, **options)
+        assert model.trained == expected(40, [10] * 3)
 
 
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_epoch_end"])
@@ -137,31 +122,22 @@ def test_an_epoch_broken_off_is_served_again():
     def stop(callback, step):
         callback.model.stop_training = step == 1
 
-    model.fit(data, epochs=2, verbose=0, callbacks=[At(on_train_batch_end=stop)])
-    model.evaluate(data, verbose=0)
-    assert data.epoch == 0 and len(model.trained) == 2
-    model.fit(data, epochs=2, verbose=0)
-    assert model.trained[2:] == expected(40, [10, 10])
-
-
-def test_an_error_amid_an_epoch_leaves_the_order_intact():
-    data, model = make(40, batch_size=10), Recorder()
-
     def fail(callback, step):
         raise KeyboardInterrupt
 
+    model.fit(data, epochs=2, verbose=0, callbacks=[At(on_train_batch_end=stop)])
+    model.evaluate(data, verbose=0)
+    assert data.epoch == 0 and len(model.trained) == 2
     with pytest.raises(KeyboardInterrupt) as kept:  # keeps the old iterators alive
         model.fit(data, epochs=2, verbose=0, callbacks=[At(on_train_batch_end=fail)])
     model.fit(data, epochs=2, verbose=0)
-    assert kept and model.trained[1:] == expected(40, [10, 10])
+    assert kept and model.trained[3:] == expected(40, [10, 10])
 
 
-@pytest.mark.parametrize(
-    "options", [{"steps_per_epoch": 2}, {"steps_per_epoch": 9}, {"batch_size": 5}]
-)
-def test_arguments_that_contradict_the_data_are_refused(options):
-    with pytest.raises(ConfigError, match=f"Received: {next(iter(options))}. Leave it out"):
-        Recorder().fit(make(40, batch_size=10), epochs=2, verbose=0, **options)
+@pytest.mark.parametrize(("name", "value"), [("steps_per_epoch", 2), ("batch_size", 5)])
+def test_arguments_that_contradict_the_data_are_refused(name, value):
+    with pytest.raises(ConfigError, match=f"Received: {name}"):
+        Recorder().fit(make(40, batch_size=10), epochs=2, verbose=0, **{name: value})
 
 
 class Identity(keras.Model):
@@ -169,10 +145,15 @@ class Identity(keras.Model):
         return x
 
 
+TEN = np.arange(10, dtype="float32")[:, None]
+
+
 def test_predict_serves_this_ranks_slices():
-    x = np.arange(10, dtype="float32")[:, None]
-    data = as_rank(GlobalBatches(x, x, batch_size=4, shuffle=False, drop_remainder=False), 1, 2)
+    data = as_rank(GlobalBatches(TEN, TEN, batch_size=4, shuffle=False, drop_remainder=False), 1, 2)
     assert Identity().predict(data, verbose=0).ravel().tolist() == [2, 3, 6, 7, 9]
+    records = tf.data.Dataset.from_tensor_slices(TEN)
+    data = as_rank(GlobalBatches.from_dataset(records, batch_size=5, shuffle_buffer=0))
+    assert Identity().predict(data, verbose=0).ravel().tolist() == list(range(10))
 
 
 @pytest.mark.parametrize(
@@ -184,33 +165,27 @@ def test_predict_serves_this_ranks_slices():
     ],
 )
 def test_predict_needs_each_sample_in_order(options, received):
-    x = np.arange(10, dtype="float32")[:, None]
-    with pytest.raises(ConfigError, match=f"Received: {received} .*Use shuffle=False"):
-        Identity().predict(as_rank(GlobalBatches(x, batch_size=4, **options)), verbose=0)
-    records = tf.data.Dataset.from_tensor_slices(x)
-    data = as_rank(GlobalBatches.from_dataset(records, batch_size=5, shuffle_buffer=0))
-    assert Identity().predict(data, verbose=0).ravel().tolist() == list(range(10))
+    with pytest.raises(ConfigError, match=f"Received: {received}"):
+        Identity().predict(as_rank(GlobalBatches(TEN, batch_size=4, **options)), verbose=0)
 
 
-# Numbers: a real model in float64 against batches cut by hand.
+# A real model.
 
 
 def make_arrays():
     rng = np.random.default_rng(0)
-    return rng.normal(size=(30, 4)), rng.integers(0, 3, 30), rng.uniform(size=30)
+    return rng.normal(size=(30, 4)), rng.integers(0, 3, 30)
 
 
 def test_class_weight_with_sample_weight_is_an_error():
-    x, y, weight = make_arrays()
-    data = as_rank(GlobalBatches(x, y, batch_size=10, sample_weight=weight))
+    data = as_rank(GlobalBatches(*make_arrays(), batch_size=10, sample_weight=np.ones(30)))
     with pytest.raises(ValueError, match="class_weight"):
         classifier().fit(data, class_weight={0: 1.0, 1: 1.0, 2: 2.0}, verbose=0)
 
 
 def test_growing_batches_do_not_retrace():
     with float64():
-        x, y, _ = make_arrays()
-        data, model, traces = as_rank(GlobalBatches(x, y, batch_size=2)), classifier(), []
+        data, model, traces = as_rank(GlobalBatches(*make_arrays(), batch_size=2)), classifier(), []
         layer_call = model.layers[0].call
         model.layers[0].call = lambda *a, **k: traces.append(1) or layer_call(*a, **k)
         grow = At(on_epoch_begin=lambda _, epoch: setattr(data, "batch_size", (2, 6, 30)[epoch]))

@@ -2,11 +2,20 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from tfscale.config import ConfigError
-from tfscale.measure.growth import GrowthControl, GrowthSettings, IntervalRule, Measures, ladder
+from tfscale.measure.batch_size import SizeMeasures, Stage, write_report
+from tfscale.measure.growth import (
+    GrowthControl,
+    GrowthSettings,
+    IntervalRule,
+    Measures,
+    ladder,
+    noise_scale,
+)
 
 SIZES = (32, 64, 128)
 
@@ -30,7 +39,6 @@ def sizes_of(*args, **settings):
 
 
 def test_ladder():
-    assert ladder(32, 256, 2) == (32, 64, 128, 256)
     assert ladder(32, 200, 2) == (32, 64, 128, 200)
     assert ladder(64, 1024, 4) == (64, 256, 1024)
     assert ladder(2, 9, 1.5) == (2, 3, 4, 6, 9)
@@ -79,20 +87,12 @@ def test_losses_of_the_warm_up_do_not_count():
     assert sizes == [32] * 5 + [64]
 
 
-def test_decays_at_given_epochs():
+def test_decays_at_given_epochs_and_the_first_one_ends_growth():
     used, control = run(8, interval=1, decay_epochs=(4, 6), decay=0.5)
     assert [scale for _, scale in used] == [1, 2, 4, 4, 0.5, 0.5, 0.25, 0.25]
     assert control.batch_size == 128
-
-
-def test_the_first_decay_ends_growth():
-    control = GrowthControl(GrowthSettings(SIZES, interval=2, decay_epochs=(3,)))
-    decisions = [control.end_epoch(epoch, measures()) for epoch in range(8)]
-    assert [d.batch_size for d in decisions] == [32, 64, 64, 64, 64, 64, 64, 64]
-    assert decisions[2].reasons == (
-        "learning rate times 0.05: epoch 3 is due; the batch stays at 64",
-    )
-    assert control.next_size is None
+    used, control = run(8, interval=2, decay_epochs=(3,))
+    assert [size for size, _ in used] == [32, 32] + [64] * 6 and control.next_size is None
 
 
 def test_decay_where_the_cost_saturates():
@@ -108,17 +108,11 @@ def test_decay_where_the_cost_saturates():
 @pytest.mark.parametrize("cost", [math.nan, math.inf])
 def test_a_cost_that_is_not_finite_decides_nothing(cost):
     _, control = run(30, lambda e: measures(cost), saturation=0.01)
-    assert control.batch_size == 32
-    assert control.rate_scale == 1
+    assert (control.batch_size, control.rate_scale) == (32, 1)
 
 
 def test_memory_ends_growth():
-    control = GrowthControl(GrowthSettings(SIZES, interval=1))
-    assert control.end_epoch(0, measures(fits=True)).batch_size == 64
-    decision = control.end_epoch(1, measures(fits=False))
-    assert decision.batch_size == 64
-    assert "128 is not expected to fit memory" in decision.reasons[0]
-    assert control.end_epoch(2, measures(fits=True)).batch_size == 64
+    assert sizes_of(4, lambda e: measures(fits=e != 1), interval=1) == [32, 64, 64, 64]
 
 
 def test_noise_scale_grows_when_it_reaches_the_next_size():
@@ -145,22 +139,34 @@ def test_state_goes_on_identically(signal):
         assert got == expected
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"learning_rate_rule": "root"},
-        {"signal": "loss"},
-        {"interval": 0},
-        {"saturation": -0.1},
-        {"window": 0},
-        {"decay": 0.0},
-        {"decay": 1.5},
-        {"decay_epochs": (5, 3)},
-        {"warmup_epochs": -1},
-    ],
-)
-def test_settings_out_of_range(settings):
-    name, value = next(iter(settings.items()))
-    with pytest.raises(ConfigError) as error:
-        GrowthSettings(SIZES, **settings)
-    assert f"Received: {name}={value!r}" in str(error.value)
+BAD_SETTINGS = {
+    "learning_rate_rule": ("root",),
+    "signal": ("loss",),
+    "interval": (0,),
+    "saturation": (-0.1,),
+    "window": (0,),
+    "decay": (0.0, 1.5),
+    "decay_epochs": ((5, 3),),
+    "warmup_epochs": (-1,),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SETTINGS)
+def test_settings_out_of_range(name):
+    for value in BAD_SETTINGS[name]:
+        with pytest.raises(ConfigError, match=re.escape(f"Received: {name}={value!r}")):
+            GrowthSettings(SIZES, **{name: value})
+
+
+def test_the_noise_scale_of_norms_over_two_batch_sizes(tmp_path):
+    signal, noise = 3.0, 96.0  # |G|^2 and tr(Sigma)
+    squares = [signal + noise / batch for batch in (8, 32)]
+    assert noise_scale(squares[0], 8, squares[1], 32) == pytest.approx(noise / signal)
+    assert noise_scale(1.0, 8, 1.0, 32) == noise_scale(1.0, 8, 1.1, 32) == 0.0
+    assert noise_scale(1.0, 8, 0.25, 32) == math.inf
+    assert math.isnan(noise_scale(math.inf, 8, 1.0, 32))
+    # JSON has no infinity.
+    measured = tuple(SizeMeasures(size, 4, 1.0, 1.0, 0.5, 1.0) for size in (8, 32))
+    write_report([Stage(0, 1.0, math.inf, measured)], tmp_path)
+    text = (tmp_path / "batch_size.json").read_text()
+    assert "Infinity" not in text and json.loads(text)["stages"][0]["noise_scale"] is None

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfscale.comm.backends import horovod as backend
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.backends.horovod import (
     NamedOps,
@@ -31,8 +32,7 @@ def test_every_type_travels(dtype, shape):
 
 
 def test_factors_keep_the_digits_of_float64():
-    third = scale(tf.constant([1.0], tf.float64), 1 / 3).numpy()[0]
-    assert third == 1 / 3
+    assert scale(tf.constant([1.0], tf.float64), 1 / 3).numpy()[0] == 1 / 3
     assert scale(tf.constant([-7]), 0.5).numpy()[0] == -3
     assert scale(tf.constant([49]), 1 / 49).numpy()[0] == 1  # 49 * (1 / 49) is less than 1
     assert scale(tf.constant([7]), 1.5).numpy()[0] == 10
@@ -53,48 +53,39 @@ def start(inputs, name):
     return [tf.raw_ops.Neg(x=inputs[0], name=name)]
 
 
-def names_of(function, *arguments):
-    graph = function.get_concrete_function(*arguments).graph
+def names_of(body):
+    graph = tf.function(body).get_concrete_function(tf.ones([2])).graph
     return [op.name.rpartition("/")[2] for op in graph.get_operations() if op.type == "Neg"]
 
 
 def test_names_are_unique_within_and_between_functions():
-    named = NamedOps()
+    """Other factors are told apart: such ranks find no counterpart, instead of a wrong sum."""
+    named, alone = NamedOps(), Group(2, (0,), 0)
 
     def body(x):
         with tf.name_scope("dense_7"):
             bucket = Call(PAIR, "dense_7/kernel", names=("dense_7/kernel", "dense_7/bias"))
-            first = named.run(bucket, [x], start)[0]
-        gradient = named.run(Call(PAIR, "bias"), [first], start)[0]
-        return gradient + named.run(Call(Group(2, (0,), 0), "bias"), [first], start)[0]
+            x = named.run(bucket, [x], start)[0]
+        x = named.run(Call(PAIR, "bias"), [x], start, Reduction(postscale=0.5).terms())[0]
+        x = named.run(Call(PAIR, "rows", terms="dense shape [5]"), [x], start)[0]
+        return named.run(Call(alone, "bias"), [x], start)[0]
 
-    expected = ["tfscale.g0.p0.s0.dense.kernel", "tfscale.g0.p0.s1.bias", "tfscale.g2.p0.s0.bias"]
-    assert names_of(tf.function(body), tf.ones([2])) == expected
-    again = names_of(tf.function(body), tf.ones([2]))
-    assert again == [name.replace(".p0.", ".p1.") for name in expected]
-
-
-def test_names_tell_other_factors_apart():
-    """Ranks whose calls differ in them find no counterpart, instead of a wrong sum."""
-    named = NamedOps()
-
-    def body(x):
-        own = named.run(Call(PAIR, "bias"), [x], start, Reduction(postscale=0.5).terms())[0]
-        return own + named.run(Call(PAIR, "rows", terms="dense shape [5]"), [x], start)[0]
-
-    assert names_of(tf.function(body), tf.ones([2])) == [
-        "tfscale.g0.p0.s0.bias.SUM..factors.1.0.and.0.5.",
-        "tfscale.g0.p0.s1.rows.dense.shape..5.",
+    expected = [
+        "tfscale.g0.p0.s0.dense.kernel",
+        "tfscale.g0.p0.s1.bias.SUM..factors.1.0.and.0.5.",
+        "tfscale.g0.p0.s2.rows.dense.shape..5.",
+        "tfscale.g2.p0.s0.bias",
     ]
+    assert names_of(body) == expected
+    assert names_of(body) == [name.replace(".p0.", ".p1.") for name in expected]
 
 
 def test_an_op_whose_result_nobody_uses_is_kept():
-    named = NamedOps()
-    counter = tf.Variable(0)
+    named, counter = NamedOps(), tf.Variable(0)
 
     def count(inputs, name):
         with tf.control_dependencies([counter.assign_add(1)]):
-            return [tf.raw_ops.Neg(x=inputs[0], name=name)]
+            return start(inputs, name)
 
     @tf.function
     def inner():
@@ -118,11 +109,11 @@ def test_an_op_on_a_constant_runs_in_each_step(shape, is_ordered):
     handle = tf.Variable(0.0).handle
     constant = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
 
-    def record(inputs, name):
-        def append(value):
-            values.append(value)
-            return value
+    def append(value):
+        values.append(value)
+        return value
 
+    def record(inputs, name):
         assert inputs[0].shape == shape
         return [tf.numpy_function(append, inputs, tf.float32, stateful=False, name=name)]
 
@@ -134,18 +125,15 @@ def test_an_op_on_a_constant_runs_in_each_step(shape, is_ordered):
     for number in range(1, 4):
         np.testing.assert_array_equal(step(), constant)
         assert len(values) == number
-    for value in values:
-        np.testing.assert_array_equal(value, constant)
+        np.testing.assert_array_equal(values[-1], constant)
 
 
 def test_errors_of_collectives_are_told_from_others():
-    horovod = tf.errors.UnknownError(None, None, "Horovod has been shut down.")
-    shapes = tf.errors.InvalidArgumentError(
-        None, None, "Mismatched shapes [[{{node tfscale.g0.p1.s0.loss}}]]"
-    )
-    other = tf.errors.InvalidArgumentError(None, None, "Incompatible shapes: [2] vs. [3]")
-    assert is_exchange_error(horovod) and is_exchange_error(shapes)
-    assert not is_exchange_error(other)
+    errors = tf.errors
+    shapes = "Mismatched shapes [[{{node tfscale.g0.p1.s0.loss}}]]"
+    assert is_exchange_error(errors.UnknownError(None, None, "Horovod has been shut down."))
+    assert is_exchange_error(errors.InvalidArgumentError(None, None, shapes))
+    assert not is_exchange_error(errors.InvalidArgumentError(None, None, "Shapes: [2] vs. [3]"))
 
 
 def test_look_ahead_hands_every_batch_on():
@@ -153,16 +141,12 @@ def test_look_ahead_hands_every_batch_on():
     source = iter(data)
     ahead = Lookahead(source)
     assert ahead.iterator.element_spec == source.element_spec
-    seen = []
-    while ahead.has_next():
-        seen.append(int(next(ahead.iterator)[1]["w"]))
-    assert seen == list(range(5))
+    for i in range(5):
+        assert ahead.has_next() and int(next(ahead.iterator)[1]["w"]) == i
     assert not ahead.has_next()
 
 
 def test_missing_horovod_is_named(monkeypatch):
-    import tfscale.comm.backends.horovod as backend
-
     def fail(name):
         raise ModuleNotFoundError("No module named 'horovod'")
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from tfscale.comm.backends import engine
 from tfscale.config import ExchangeError, Settings
 from tfscale.launcher import cli, doctor, mpi_command
 
+MPI = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
 VERSION = native.present_tensorflow()
 # A process that compiles by writing a file, slowly, and notes that it did.
 COMPILER = """
@@ -69,13 +69,14 @@ def compiled(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [("/cache", "/cache/tfscale"), ("cache", "~/.cache/tfscale"), ("", "~/.cache/tfscale")],
-)
-def test_the_cache_folder(monkeypatch, value, expected):
-    monkeypatch.setenv("XDG_CACHE_HOME", value)
-    assert library.cache_folder() == Path(expected).expanduser()
+def test_the_cache_folder(monkeypatch):
+    for value, expected in (
+        ("/a", "/a/tfscale"),
+        ("a", "~/.cache/tfscale"),
+        ("", "~/.cache/tfscale"),
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert library.cache_folder() == Path(expected).expanduser()
 
 
 def test_the_key_names_everything_that_a_library_depends_on():
@@ -87,23 +88,20 @@ def test_the_key_names_everything_that_a_library_depends_on():
 
 
 @pytest.mark.parametrize(
-    ("kind", "stamp", "fits"),
+    ("stamp", "fitting", "others"),
     [
-        ("", {}, True),
-        ("mpich", {}, True),
-        ("intel", {}, True),
-        ("srun", {}, True),
-        ("openmpi", {}, False),
-        ("openmpi", {"mpi": "Open MPI 5.0.6"}, True),
-        ("mpich", {"mpi": "Open MPI v4.1.4, package: Debian"}, False),
-        ("", {"tensorflow": "2.17.1"}, False),
-        ("", {"sources": "of another version"}, False),
-        ("", {"machine": "another, glibc 2.36"}, False),
+        ({}, ("", "mpich", "intel", "srun"), ("openmpi",)),
+        ({"mpi": "Open MPI 5.0.6"}, ("openmpi",), ("mpich",)),
+        ({"mpi": "Open MPI v4.1.4, package: Debian"}, ("openmpi",), ("mpich",)),
+        ({"tensorflow": "2.17.1"}, (), ("",)),
+        ({"sources": "of another version"}, (), ("",)),
+        ({"machine": "another, glibc 2.36"}, (), ("",)),
     ],
 )
-def test_the_library_in_the_package_is_used_if_it_fits(places, kind, stamp, fits):
+def test_the_library_in_the_package_is_used_if_it_fits(places, stamp, fitting, others):
     path = put(places[0], **stamp)
-    assert library.find_library(kind) == (path if fits else None)
+    assert {library.find_library(kind) for kind in fitting} <= {path}
+    assert {library.find_library(kind) for kind in others} == {None}
 
 
 def test_a_wheel_of_several_tensorflow_versions_picks_one(places):
@@ -119,8 +117,7 @@ def test_what_does_not_fit_is_compiled_into_the_cache_once(places, compiled, cap
     assert path == places[1] / key / native.LIBRARY_NAME
     assert [folder.parent.parent for folder in compiled] == [places[1]]
     told = capsys.readouterr().err
-    assert f"tfscale: compiling the library for TensorFlow {VERSION} and " in told
-    assert "once on this machine: about " in told and f"kept in {path.parent}" in told
+    assert f"compiling the library for TensorFlow {VERSION}" in told and f"in {path.parent}" in told
     assert library.prepare_library() == library.find_library() == path
     assert len(compiled) == 1 and capsys.readouterr().err == ""
     assert places[1].stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o777 == 0o700
@@ -135,44 +132,35 @@ def test_a_host_without_compiler_uses_what_another_one_compiled(places, compiled
 
 
 @pytest.mark.parametrize("which", ["cache", "library"])
-@pytest.mark.parametrize("fault", ["mode", "owner"])
-def test_a_folder_that_others_may_write_to_is_refused(places, compiled, monkeypatch, fault, which):
+def test_a_folder_that_others_may_write_to_is_refused(places, compiled, monkeypatch, which):
     folder = library.prepare_library().parent
     folder = folder if which == "library" else folder.parent
-    if fault == "mode":
-        folder.chmod(0o770)
-        expected = f"Received: {folder} of user id {os.geteuid()} with mode 0770. Remove it"
-    else:
-        monkeypatch.setattr(library.os, "geteuid", lambda: 12345)
-        expected = f"Received: {places[1]} of user id"
-    with pytest.raises(ExchangeError, match="with mode 0700, since code is loaded") as caught:
+    with monkeypatch.context() as patch:
+        patch.setattr(library.os, "geteuid", lambda: 12345)
+        with pytest.raises(ExchangeError, match=f"Received: {places[1]} of user id"):
+            library.prepare_library()
+    folder.chmod(0o770)
+    with pytest.raises(ExchangeError, match=f"Received: {folder} of .* with mode 0770"):
         library.prepare_library()
-    assert expected in str(caught.value)
 
 
-def test_a_cache_that_cannot_be_written_is_named(places, compiled, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+def test_a_cache_that_cannot_be_written_is_named(places, compiled, monkeypatch):
+    (places[0] / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(places[0] / "file" / "below"))
     with pytest.raises(ExchangeError, match="must be writable.*file.*Set XDG_CACHE_HOME"):
         library.prepare_library()
 
 
 def test_two_processes_compile_once(places, tmp_path):
     words = [sys.executable, "-c", COMPILER, str(tmp_path / "notes")]
-    started = [
-        subprocess.Popen(
-            [*words, f"rank {rank}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    ends = [process.communicate(timeout=60) for process in started]
-    assert [process.returncode for process in started] == [0, 0], ends
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*words, f"rank {rank}"], **pipes) for rank in range(2)]
+    outs, errors = zip(*(process.communicate(timeout=60) for process in started), strict=True)
+    assert [process.returncode for process in started] == [0, 0], errors
     assert (tmp_path / "notes").read_text() == "compiled\n"
-    paths = {out for out, _ in ends}
-    assert len(paths) == 1 and Path(paths.pop().strip()).read_bytes() == b"made"
-    told = "".join(err for _, err in ends)
-    assert told.count("compiling the library") == 1, told
-    assert told.count("waiting for ") == 1, told
+    assert outs[0] == outs[1] and Path(outs[0].strip()).read_bytes() == b"made"
+    told = "".join(errors)
+    assert told.count("compiling the library") == told.count("waiting for ") == 1, told
 
 
 def test_what_a_killed_process_left_is_removed(places, compiled):
@@ -222,30 +210,28 @@ def test_compiling_is_not_part_of_the_start_s_time_limit(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "variables", "is_needed"),
+    ("words", "backend", "is_needed"),
     [
-        (["-np", "2"], {}, True),
-        (["-np", "2", "--env", "TFSCALE_BACKEND=engine"], {}, True),
-        (["-np", "1"], {}, False),
-        (["-np", "2", "--dry-run"], {}, False),
-        (["-np", "2", "-H", "other:2"], {}, False),
-        (["-np", "2"], {"TFSCALE_BACKEND": "horovod"}, False),
+        ("-np 2", "", True),
+        ("-np 2 --env TFSCALE_BACKEND=engine", "horovod", True),
+        ("-np 1", "", False),
+        ("-np 2 --dry-run", "", False),
+        ("-np 2 -H other:2", "", False),
+        ("-np 2", "horovod", False),
     ],
 )
-def test_the_launcher_compiles_before_ranks_start(monkeypatch, capsys, words, variables, is_needed):
+def test_the_launcher_compiles_before_ranks_start(monkeypatch, capsys, words, backend, is_needed):
     calls = []
 
     def prepare(kind):
         calls.append(kind)
         raise ExchangeError("Compiling needs a compiler.")
 
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    mpi = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
-    monkeypatch.setattr(mpi_command, "find_mpi", lambda *_: mpi)
+    monkeypatch.setenv("TFSCALE_BACKEND", backend)
+    monkeypatch.setattr(mpi_command, "find_mpi", lambda *_: MPI)
     monkeypatch.setattr(cli.library, "prepare_library", prepare)
     monkeypatch.setattr(cli.Job, "run", lambda self: 0)
-    assert cli.main(["run", *words, "python"]) == int(is_needed)
+    assert cli.main(["run", *words.split(), "python"]) == int(is_needed)
     assert calls == ["mpich"] * is_needed
     assert is_needed == ("tfscale: Compiling needs a compiler.\n" in capsys.readouterr().err)
 
@@ -261,20 +247,17 @@ def test_build_in_a_package_that_is_not_writable(places, monkeypatch, capsys):
 
 def test_the_doctor_tells_the_library_and_the_cache(places, compiled):
     put(places[0], tensorflow="2.17.1")
-    mpi = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
-    check, key = doctor.check_library(mpi), library.key_of(wanted())
-    assert check.status == "ok"
-    assert check.detail.startswith(f"in the cache, key {key}: {places[1] / key}")
+    check, key = doctor.check_library(MPI), library.key_of(wanted())
+    assert check.status == "ok" and f"in the cache, key {key}: {places[1] / key}" in check.detail
     assert f"not used: {places[0]}, of TensorFlow 2.17.1, MPICH 5.0.2" in check.detail
     put(places[1] / "0123", sources="", mpicxx="mpicxx", compiler="g++ 12")
     check = doctor.check_cache()
-    assert (check.status, check.detail.split(",")[0]) == ("info", f"{places[1]}: 2 compiled")
-    (line,) = [text for text in check.detail.splitlines() if "0123" in text]
-    assert line.endswith("g++ 12: of another tfscale or a removed MPI, rm -r it")
-    assert not next(text for text in check.detail.splitlines() if key in text).endswith("it")
+    assert check.status == "info" and check.detail.startswith(f"{places[1]}: 2 compiled")
+    stale = [text for text in check.detail.splitlines() if text.endswith("rm -r it")]
+    assert len(stale) == 1 and "0123" in stale[0]
     put(places[0])
-    assert doctor.check_library(mpi).detail.startswith(f"in the package: {places[0]}")
+    assert doctor.check_library(MPI).detail.startswith(f"in the package: {places[0]}")
     places[1].chmod(0o755)
     (places[0] / native.STAMP_NAME).unlink()
-    check = doctor.check_library(mpi)
+    check = doctor.check_library(MPI)
     assert check.status == "missing" and "mode 0700" in check.detail

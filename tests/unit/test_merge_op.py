@@ -11,26 +11,25 @@ SHAPES = ((3, 5), (), (0, 4), (9001,), (16,))
 SIZE = 3 * 5 + 1 + 0 + 9001 + 16
 
 
-def vectors_of(dtype):
-    random = np.random.default_rng(2)
-    return [tf.cast(random.normal(size=SIZE), dtype) for _ in range(4)]
+def drawn(dtype, *shapes):
+    random = np.random.default_rng(len(shapes))
+    return [tf.cast(random.normal(size=shape), dtype) for shape in shapes]
 
 
 def variables_of(dtype):
-    random = np.random.default_rng(1)
-    return [tf.Variable(tf.cast(random.normal(size=shape), dtype)) for shape in SHAPES]
+    return [tf.Variable(value) for value in drawn(dtype, *SHAPES)]
 
 
 def merge(variables, vectors, weight):
-    handles = [v.handle for v in variables]
-    ops = engine.load().ops
-    return ops.tfscale_merge(variables=handles, vectors=list(vectors), weight=repr(weight))
+    merge_op = engine.load().ops.tfscale_merge
+    return merge_op(variables=[v.handle for v in variables], vectors=vectors, weight=repr(weight))
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.float16, tf.bfloat16])
 @pytest.mark.parametrize("weight", [1.0, 0.3])
 def test_merge_equals_tensorflow(dtype, weight):
-    vectors, own, known = vectors_of(dtype), variables_of(dtype), variables_of(dtype)
+    vectors = drawn(dtype, *[SIZE] * 4)
+    own, known = variables_of(dtype), variables_of(dtype)
     squares = merge(own, vectors, weight)
     wanted = SingleBackend().merge(known, vectors, weight)
     for variable, other in zip(own, known, strict=True):
@@ -41,11 +40,11 @@ def test_merge_equals_tensorflow(dtype, weight):
 
 
 def test_a_value_read_before_stays():
-    first, second, new, _ = vectors_of(tf.float32)
+    first, second, new = drawn(tf.float32, *[SIZE] * 3)
     variables = variables_of(tf.float32)
     before = [v.read_value() for v in variables]
     kept = [value.numpy() for value in before]
-    merge(variables, (first, second, new, new), 0.0)
+    merge(variables, [first, second, new, new], 0.0)
     for value, known in zip(before, kept, strict=True):
         np.testing.assert_array_equal(value, known)
     np.testing.assert_array_equal(tf.concat([tf.reshape(v, [-1]) for v in variables], 0), new)
@@ -53,6 +52,5 @@ def test_a_value_read_before_stays():
 
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
 def test_vectors_have_the_variables_elements(size):
-    vectors = [tf.zeros([size])] * 4
     with pytest.raises(tf.errors.InvalidArgumentError, match="as many elements"):
-        merge(variables_of(tf.float32), vectors, 1.0)
+        merge(variables_of(tf.float32), [tf.zeros([size])] * 4, 1.0)

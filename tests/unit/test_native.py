@@ -38,16 +38,17 @@ def test_an_mpi_on_the_path_comes_before_that_beside_the_system_s_python(
         (tmp_path / folder / "mpi-tool").touch(0o755)
     if conda:
         (tmp_path / "python/conda-meta").mkdir()
-    monkeypatch.setattr(native.sys, "prefix", str(tmp_path / "python"))
-    monkeypatch.setattr(
-        native.sys, "base_prefix", str(tmp_path / ("base" if is_environment else "python"))
-    )
+    prefixes = [tmp_path / "python", tmp_path / ("base" if is_environment else "python")]
+    for name, value in zip(("prefix", "base_prefix"), prefixes, strict=True):
+        monkeypatch.setattr(native.sys, name, str(value))
     monkeypatch.setattr(native.sys, "executable", str(tmp_path / "python/bin/python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "loaded"))
-    expected = "python/bin" if is_environment or conda else "loaded"
-    assert native.find_tool("mpi-tool") == str(tmp_path / expected / "mpi-tool")
-    monkeypatch.setenv("PATH", "")
-    assert native.find_tool("mpi-tool") == str(tmp_path / "python/bin/mpi-tool")
+    for path, is_beside in ((tmp_path / "loaded", is_environment or conda), ("", True)):
+        monkeypatch.setenv("PATH", str(path))
+        expected = "python/bin" if is_beside else "loaded"
+        assert native.find_tool("mpi-tool") == str(tmp_path / expected / "mpi-tool")
+
+
+OPENMPI = "#define OMPI_MAJOR_VERSION 5\n#define OMPI_MINOR_VERSION 0\n"
 
 
 @pytest.mark.parametrize(
@@ -55,12 +56,11 @@ def test_an_mpi_on_the_path_comes_before_that_beside_the_system_s_python(
     [
         ('#define MPICH_VERSION "4.1.2"\n#define MPI_VERSION 4', "MPICH 4.1.2"),
         ('#define I_MPI_VERSION "2021.13"\n#define MPICH_VERSION "3.4"', "Intel MPI 2021.13"),
-        ("MAJOR_VERSION 5\nMINOR_VERSION 0\nRELEASE_VERSION 6", "Open MPI 5.0.6"),
+        (f"{OPENMPI}#define OMPI_RELEASE_VERSION 6", "Open MPI 5.0.6"),
     ],
 )
 def test_an_mpi_is_named_by_its_header(header, name, tmp_path):
-    defined = "".join(f"#define OMPI_{line}\n" for line in header.split("\n"))
-    (tmp_path / "mpi.h").write_text(header if header.startswith("#") else defined)
+    (tmp_path / "mpi.h").write_text(header)
     wrapper = tmp_path / "mpicxx"
     wrapper.write_text(f"#!/bin/sh\necho g++ -I{tmp_path} -L{tmp_path} -lmpi\n")
     wrapper.chmod(0o755)
@@ -77,10 +77,8 @@ def test_a_failing_compiler_shows_its_message(tmp_path):
 
 
 def test_only_what_changed_is_compiled(tmp_path):
-    (tmp_path / "room").mkdir()
-    header = tmp_path / "room" / "a.h"
+    header, source = tmp_path / "a.h", tmp_path / "a.cc"
     header.write_text("#define A 1\n")
-    source = tmp_path / "room" / "a.cc"
     source.write_text('#include "a.h"\nint a = A;\n')
 
     def compile_it(flags=(), versions="2.20.0"):

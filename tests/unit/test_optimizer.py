@@ -10,9 +10,10 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale import DistributedOptimizer
+from tfscale import DistributedGradientTape, DistributedOptimizer
+from tfscale.config import ConfigError
 from tfscale.optimizer import rules
-from tfscale.optimizer.distributed import distributed_of
+from tfscale.optimizer.distributed import PartialDistributedOptimizer, distributed_of
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 
@@ -49,16 +50,6 @@ def test_learning_rate_and_other_attributes_pass_through():
     scaled = DistributedOptimizer(LSO(SGD(0.5)))
     scaled.learning_rate = 0.25
     assert float(scaled.inner_optimizer.learning_rate) == 0.25
-
-
-def test_updates_are_those_of_the_optimizer():
-    plain, ours = Adam(0.1), DistributedOptimizer(Adam(0.1), op=tfscale.Sum, num_groups=2)
-    one, other = weight(), weight()
-    for step in range(3):
-        plain.apply([gradient(step, 1.0)], [one])
-        ours.apply([gradient(step, 1.0)], [other])
-    np.testing.assert_array_equal(one.numpy(), other.numpy())
-    assert [v.name for v in plain.variables] == [v.name for v in ours.variables]
 
 
 def test_apply_without_variables_takes_those_of_build():
@@ -123,9 +114,8 @@ def test_cycles_of_batches(is_traced, is_mean, expected):
 
 def test_lars_by_hand():
     """|w| is 5 and |g| is 10: trust is 0.25 * 5 / (10 + 0.5 * 5 + 2.5). A bias has trust 1."""
-    rule = tfscale.optimizers.LARS(
-        1.0, momentum=0.5, trust_coefficient=0.25, weight_decay=0.5, epsilon=2.5
-    )
+    options = {"trust_coefficient": 0.25, "weight_decay": 0.5, "epsilon": 2.5}
+    rule = tfscale.optimizers.LARS(1.0, momentum=0.5, **options)
     matrix, bias = weight([[3.0, 4.0]]), weight([1.0, 2.0], "bias")
     DistributedOptimizer(rule).apply([gradient([6.0, 8.0]), gradient(0.5, 1.0)], [matrix, bias])
     np.testing.assert_allclose(matrix.numpy(), [[3 - 7.5 / 12, 4 - 10 / 12]], rtol=1e-12)
@@ -136,7 +126,7 @@ def test_lars_by_hand():
 def test_repeated_indices_are_added_up_with_a_warning(rule, caplog, monkeypatch):
     """As Keras does with dense gradients; without tfscale its rules take the parts one by one."""
     monkeypatch.setattr(rules, "_warned", set())
-    ours, plain, dense = (keras.Variable(np.ones((3, 1)), dtype="float64") for _ in range(3))
+    ours, plain, dense = (weight(np.ones((3, 1))) for _ in range(3))
     wrapped, inner, whole = DistributedOptimizer(rule(0.1)), rule(0.1), rule(0.1)
     for _ in range(2):
         values = tf.constant([[1.0], [2.0], [-4.0]], tf.float64)
@@ -145,9 +135,113 @@ def test_repeated_indices_are_added_up_with_a_warning(rule, caplog, monkeypatch)
         inner.apply([slices], [plain])
         whole.apply([tf.convert_to_tensor(slices)], [dense])
     np.testing.assert_allclose(ours.numpy(), dense.numpy(), rtol=1e-12)
+    assert [v.name for v in wrapped.variables] == [v.name for v in whole.variables]
     assert np.abs(plain.numpy() - dense.numpy()).max() > 1e-3
     assert caplog.text.count("adds up the gradients of an index that occurs repeatedly") == 1
     caplog.clear()
     DistributedOptimizer(SGD(0.1)).apply([slices], [ours])
     DistributedOptimizer(rule(0.1)).apply([gradient([1.0], [2.0], [3.0])], [ours])
     assert not caplog.text
+
+
+# Refusals.
+
+WRAPPERS = (
+    lambda **options: DistributedOptimizer(SGD(), **options),
+    lambda **options: DistributedGradientTape(tf.GradientTape(), **options),
+    lambda **options: PartialDistributedOptimizer(SGD(), **options),
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"op": "Min"}, "op='Min'"),
+        ({"op": tfscale.Sum, "gradient_predivide_factor": 2.0}, "factor=2.0, op=Sum"),
+        ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor=0.0"),
+        ({"compression": "fp16"}, "compression must be Compression.none, fp16, bf16, int8"),
+        ({"num_groups": -1}, "groups must be a number of 0 or more"),
+        ({"groups": -1}, "num_groups=-1, groups=None"),
+        ({"groups": "dense"}, "or lists of variables"),
+        ({"groups": ["dense"]}, "or lists of variables"),
+        ({"process_set": [0]}, r"process_set=\[0\]"),
+        ({"exchange": "fast"}, "exchange must be one of 'allreduce'"),
+        ({"exchange": tfscale.Allreduce}, r"a strategy such as tfscale.Allreduce\(bucket_mb=4\)"),
+    ],
+)
+def test_options_that_do_not_fit(options, text):
+    for wrap in WRAPPERS:
+        with pytest.raises(ConfigError, match=text):
+            wrap(**options)
+
+
+SUMMED = tfscale.LocalSGD(groups=2, average="gradients")
+PARTIAL, REPLICATED = (tfscale.Sharded(dense=dense) for dense in ("partial", "replicated"))
+DENSE = (tfscale.Chunked(replicated_dense=1), PARTIAL, REPLICATED)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "options", "text"),
+    [
+        ("sgd", {}, "must be a Keras optimizer. Received: str."),
+        (SGD, {}, "for example keras.optimizers.SGD"),
+        (DistributedOptimizer(SGD()), {}, "wrapped once"),
+        (LSO(DistributedOptimizer(SGD())), {}, "wrapped once"),
+        (SGD(), {"nonfinite": "stop"}, "nonfinite must be 'warn', "),
+        (SGD(), {"nonfinite": "skip", "exchange": SUMMED}, "adds up those"),
+        *((SGD(), {"backward_passes_per_step": n}, "1 or more") for n in (0, -1, 1.5)),
+        *(
+            (SGD(), {"backward_passes_per_step": 2, "exchange": e}, "in every backward pass")
+            for e in (*DENSE, *(tfscale.LocalSGD(2, within=e) for e in DENSE))
+        ),
+        (LSO(SGD(gradient_accumulation_steps=4)), {"backward_passes_per_step": 2}, "the latter 4"),
+    ],
+)
+def test_optimizers_that_do_not_fit(wrapped, options, text):
+    with pytest.raises(ConfigError, match=text):
+        DistributedOptimizer(wrapped, **options)
+
+
+def test_other_arguments_that_do_not_fit():
+    with pytest.raises(ConfigError, match="local_layers.*Received: str"):
+        PartialDistributedOptimizer(SGD(), local_layers=["dense"])
+    for size in (-1, "all", None):
+        with pytest.raises(ConfigError, match="bucket_mb"):
+            tfscale.Allreduce(bucket_mb=size)
+
+
+class Bypassed(SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients((2 * g, v) for g, v in grads_and_vars)
+
+
+class Doubled(SGD):
+    def apply(self, grads, trainable_variables=None):
+        return super().apply([2 * g for g in grads], trainable_variables)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, LSO])
+def test_reduced_gradients_go_to_apply(wrap):
+    with pytest.raises(ConfigError, match="Received: Bypassed, which overrides `apply_gradients`"):
+        DistributedOptimizer(wrap(Bypassed(0.5)))
+    variable = weight((1.0,))
+    DistributedOptimizer(Doubled(0.5)).apply([gradient(1.0)], [variable])
+    assert variable.numpy() == [0.0]
+
+
+def test_keras_on_another_library_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ConfigError, match="the Keras backend 'jax'"):
+        DistributedOptimizer(SGD())
+
+
+def test_arguments_that_change_nothing(tmp_path):
+    tfscale.broadcast_variables([weight()], root_rank=0, inplace=True)
+    model = keras.Sequential([keras.Input((2,)), tfscale.SyncBatchNormalization(fused=False)])
+    model.save(tmp_path / "plain.keras")  # not compiled
+    for options in ({}, {"legacy_opts": True}):
+        loaded = tfscale.load_model(tmp_path / "plain.keras", **options)
+        assert loaded.count_params() == model.count_params() and not loaded.compiled
+    for fused in (True, None):
+        with pytest.raises(ConfigError, match="the plain kernels of Keras"):
+            tfscale.SyncBatchNormalization(fused=fused)

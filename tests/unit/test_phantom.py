@@ -43,26 +43,18 @@ def test_equal_seeds_give_equal_pictures_and_a_longer_set_starts_with_the_shorte
     assert (phantom.phantoms(3, size=64, seed=10) != few).any()
 
 
-@pytest.fixture
-def cached(tmp_path):
-    """Return how to load a cached set, its pictures and its file."""
-
+def test_cache_is_used_and_a_damaged_file_is_made_again(tmp_path):
     def load():
         return phantom.load_phantoms(4, size=32, seed=1, cache_dir=tmp_path)
 
     first = load()
     (file,) = tmp_path.glob("*.npz")
-    return load, first, file
-
-
-def test_cache_is_used_and_a_damaged_file_is_made_again(cached):
-    load, first, file = cached
     np.savez_compressed(file, pictures=first + 1)
     np.testing.assert_array_equal(load(), first + 1)
     for damage in (file.read_bytes()[:100], b""):
         file.write_bytes(damage)
         np.testing.assert_array_equal(load(), first)
-    assert list(file.parent.glob("*.npz")) == [file]
+    assert list(tmp_path.glob("*.npz")) == [file]
 
 
 def test_several_processes_may_start_at_once(tmp_path):

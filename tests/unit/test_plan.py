@@ -30,49 +30,27 @@ def check_complete(specs, buckets):
 
 
 def bytes_of(specs, bucket):
-    return sum(specs[i].n_bytes for i in bucket)
-
-
-@given(shape=shapes, dtype=st.sampled_from(sorted(WIDTHS)))
-def test_bytes_of_a_gradient(shape, dtype):
-    assert GradientSpec("weight", shape, dtype).n_bytes == math.prod(shape) * WIDTHS[dtype]
+    return sum(math.prod(specs[i].shape) * WIDTHS[specs[i].dtype] for i in bucket)
 
 
 @settings(max_examples=200)
-@given(specs=specs_of_models, bucket_bytes=st.integers(0, 2000))
+@given(specs=specs_of_models, bucket_bytes=st.integers(0, 2000) | st.just(10**9))
 def test_buckets(specs, bucket_bytes):
+    """Of one dtype no bucket could take the first gradient of the next one."""
     buckets = build_buckets(specs, bucket_bytes)
     check_complete(specs, buckets)
     for bucket in buckets:
         assert len(bucket) == 1 or bytes_of(specs, bucket) <= bucket_bytes
-    assert build_buckets(specs, bucket_bytes) == buckets
-
-
-@given(specs=specs_of_models, bucket_bytes=st.integers(0, 2000))
-def test_neighbours_stay_together(specs, bucket_bytes):
-    """Of one dtype: no bucket could take the first gradient of the next one."""
     for dtype in WIDTHS:
-        same = [b for b in build_buckets(specs, bucket_bytes) if specs[b[0]].dtype == dtype]
+        same = [b for b in buckets if specs[b[0]].dtype == dtype]
         for bucket, following in itertools.pairwise(same):
             assert min(bucket) > max(following)
-            first = specs[following[0]]
-            assert bytes_of(specs, bucket) + first.n_bytes > bucket_bytes
+            assert bytes_of(specs, bucket) + bytes_of(specs, following[:1]) > bucket_bytes
 
 
-@given(specs=specs_of_models)
-def test_no_bytes_means_each_alone_and_many_mean_one_per_dtype(specs):
-    huge = build_buckets(specs, 10**9)
-    assert len(huge) == len({spec.dtype for spec in specs})
-    for bucket in build_buckets(specs, 0):
-        assert len(bucket) == 1 or bytes_of(specs, bucket) == 0
-
-
-@given(specs=specs_of_models)
-def test_automatic_size_lies_within_its_bounds(specs):
-    assert 256 * 1024 <= auto_bucket_bytes(specs) <= 16 * 1024 * 1024
-
-
-@pytest.mark.parametrize(("megabytes", "expected"), [(1, 2**18), (80, 10 * 2**20), (999, 2**24)])
+@pytest.mark.parametrize(
+    ("megabytes", "expected"), [(0, 2**18), (1, 2**18), (80, 10 * 2**20), (999, 2**24)]
+)
 def test_automatic_size_is_an_eighth_of_the_model(megabytes, expected):
     specs = [GradientSpec("weight", (megabytes * 2**18,), "float32")]
     assert auto_bucket_bytes(specs) == expected
@@ -95,8 +73,8 @@ def test_groups_of_the_user(specs, data):
 
 
 def test_errors():
-    with pytest.raises(PlanError, match="bucket_bytes must be 0 or more. Received: bucket_bytes=-"):
+    with pytest.raises(PlanError, match="bucket_bytes=-1"):
         build_buckets([], -1)
     specs = [GradientSpec("weight", (1,), "float32")] * 2
-    with pytest.raises(PlanError, match="A variable must be in one group only"):
+    with pytest.raises(PlanError, match="one group only"):
         group_buckets(specs, [[0, 1], [1]])

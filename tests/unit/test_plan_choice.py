@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tfscale
 from tests.unit.test_plan_costs import machines
 from tests.unit.test_plan_simulation import require_fit, tables
 from tfscale.config import PlanError
+from tfscale.exchange.base import Exchange
 from tfscale.plan.choose import best_first_chunk, choose, written_exchanges
 from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine
-from tfscale.plan.parts import KINDS, lower_bound_s, memory_bytes
+from tfscale.plan.parts import lower_bound_s, memory_bytes
 from tfscale.plan.published import published
 from tfscale.plan.simulate import simulate
 
@@ -50,8 +52,6 @@ def test_times_of_another_model_of_the_same_name_are_refused():
     for n_values, is_refused in ((0, False), (4, False), (5, True)):
         other = dataclasses.replace(times, n_values=n_values)
         machine = dataclasses.replace(scenario.machine, layer_times={"t": other})
-        times = machine.layer_times[scenario.table.name]
-        assert bool(times.misfit(scenario.table)) is is_refused
         known = dataclasses.replace(scenario, machine=machine)
         if is_refused:
             with pytest.raises(PlanError, match="4 trainable values, and times of .* with 5"):
@@ -69,34 +69,23 @@ def test_first_chunk_is_what_ends_first():
 
 def test_the_planner_refuses_where_nothing_is_gained():
     """A small model on a fast network: plain allreduce, with the reason; and one rank."""
-    choice = choose(Scenario(published("resnet20"), PRESETS["cori-haswell"], 8, 256))
-    assert choice.is_plain and "less than it must be" in choice.reason
-    choice = choose(Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 1, 64))
-    assert choice.is_plain and choice.predicted.communication_s == 0
+    small = choose(Scenario(published("resnet20"), PRESETS["cori-haswell"], 8, 256))
+    assert small.is_plain and "less than it must be" in small.reason
+    alone = choose(Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 1, 64))
+    assert alone.is_plain and alone.predicted.communication_s == 0
+    assert alone.fingerprint() != small.fingerprint()
 
 
-def test_different_scenarios_have_different_fingerprints():
-    table, machine = published("vgg16"), PRESETS["cori-haswell"]
-    prints = {choose(Scenario(table, machine, n, 256)).fingerprint() for n in (1, 16, 256)}
-    assert len(prints) == 3
-
-
-def test_only_allowed_kinds_are_used():
+def test_only_allowed_kinds_are_used_and_large_weights_are_not_sent():
     scenario = Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 4, 128)
     for allowed in (("allreduce",), ("allreduce", "replicated"), ("sharded", "partial")):
         choice = choose(scenario, allowed)
         kinds = {part.kind for part in choice.plan.parts}
         assert choice.is_plain or kinds <= set(allowed)
-    assert {part.kind for part in choose(scenario).plan.parts} <= set(KINDS)
-
-
-def test_large_dense_layers_do_not_send_weights_over_a_slow_network():
-    scenario = Scenario(published("vgg-a"), PRESETS["ethernet-1g"], 4, 128)
     choice = choose(scenario)
     fc1 = next(i for i, p in enumerate(scenario.table.parameters) if p.name == "fc1/kernel")
     part = next(part for part in choice.plan.parts if fc1 in part.parameters)
-    assert part.kind in ("partial", "replicated")
-    assert not choice.is_plain
+    assert part.kind in ("partial", "replicated") and not choice.is_plain
 
 
 def test_shards_hold_less_optimizer_state():
@@ -111,9 +100,6 @@ def test_shards_hold_less_optimizer_state():
 @pytest.mark.parametrize("machine", ["ethernet-1g", "cori-haswell"])
 def test_exchanges_can_be_written(name, machine):
     """The words make a strategy, and none is faster than what the planner finds by 3 %."""
-    import tfscale
-    from tfscale.exchange.base import Exchange
-
     for n_ranks in (1, 4, 64):
         scenario = Scenario(published(name), PRESETS[machine], n_ranks, 256)
         chosen_s = choose(scenario).predicted.step_s
@@ -129,8 +115,7 @@ def test_the_explanation_names_every_parameter_and_alternative():
     choice = choose(scenario)
     text = explain(scenario, choice)
     rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
-    for parameter in scenario.table.parameters:
-        assert parameter.name in rows
+    assert rows.keys() >= {parameter.name for parameter in scenario.table.parameters}
     assert "allreduce: +" in rows["fc1/kernel"]
     # A convolution has no activations to send: two alternatives are dashes.
     assert rows["conv1_1/kernel"].count(" - ") == 2

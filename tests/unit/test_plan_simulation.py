@@ -50,11 +50,6 @@ def test_priorities_and_streams():
     assert ends == [2.0, 8.0, 3.0, 4.0]
 
 
-def test_a_circle_is_an_error():
-    with pytest.raises(PlanError, match="must not wait in a circle"):
-        run([(Task(COMPUTE, 1.0, after=(1,)), Task(COMPUTE, 1.0, after=(0,)))])
-
-
 def test_work_that_runs_into_the_next_step_counts():
     """The communication of a step is hidden by the next one's computation: 5 s, not 3 s."""
     step = (Task(COMPUTE, 3.0, after_previous=()), Task(COMMUNICATION, 5.0, after=(0,)))
@@ -75,11 +70,9 @@ def test_allreduce_by_hand():
     assert len(plan.parts) == 2
     # b is ready after 4 s, a after 5 s; the wire is busy until 4 + 2 * 4.
     assert simulate(scenario, plan).step_s == pytest.approx(4 + 2 * send)
-    blocking = dataclasses.replace(plan, overlap=False)
-    assert simulate(scenario, blocking).step_s == pytest.approx(5 + 2 * send)
-    together = bucketed(two_layers(), 10**9)
-    assert simulate(scenario, together).step_s == pytest.approx(5 + 2 * send)
-    assert simulate(scenario, together).exposed_s == pytest.approx(2 * send)
+    for late in (dataclasses.replace(plan, overlap=False), bucketed(two_layers(), 10**9)):
+        assert simulate(scenario, late).step_s == pytest.approx(5 + 2 * send)
+        assert simulate(scenario, late).exposed_s == pytest.approx(2 * send)
 
 
 def test_gathers_in_forward_order_let_the_next_step_begin_earlier():
@@ -115,8 +108,7 @@ def test_replicated_layers_pay_for_the_whole_batch():
 def test_activations_of_the_first_layer_do_not_travel_steps_ahead():
     machine = Machine("any", 0.01, 4e10, 1e6, 1e9, 1e9, 0.0)
     scenario = Scenario(LayerTable("dense", (dense("a", 2, 1),)), machine, 24, 1)
-    part = LayerPart("partial", (0, 1))
-    plan = LayerPlan((part,), overlap=True, lazy=())
+    plan = LayerPlan((LayerPart("partial", (0, 1)),), overlap=True, lazy=())
     predicted = simulate(scenario, plan)
     assert predicted.step_s >= predicted.communication_s * (1 - 1e-6)
 
@@ -137,25 +129,25 @@ def tables():
 @st.composite
 def plans(draw, table: LayerTable) -> LayerPlan:
     """Any plan: kinds at random, neighbours together or alone, all switches."""
-    special = {}
-    for place, own in enumerate(table.layers):
-        kind = draw(st.sampled_from(("partial", "replicated", None))) if own.dense else None
-        if kind:
-            special[place] = kind
-    plan = bucketed(table, draw(st.sampled_from((0, 10**5, 10**9))), "sharded", special)
+
+    def one_of(*values):
+        return draw(st.sampled_from(values))
+
+    dense_places = [place for place, own in enumerate(table.layers) if own.dense]
+    drawn = {place: one_of("partial", "replicated", None) for place in dense_places}
+    special = {place: kind for place, kind in drawn.items() if kind}
+    plan = bucketed(table, one_of(0, 10**5, 10**9), "sharded", special)
     parts = tuple(
-        LayerPart(draw(st.sampled_from(("allreduce", "sharded"))), part.parameters)
-        if part.kind == "sharded"
-        else part
+        LayerPart(
+            one_of("allreduce", part.kind) if part.kind == "sharded" else part.kind, part.parameters
+        )
         for part in plan.parts
     )
+    lazy = one_of((), ("sharded", "partial"), ("allreduce", "replicated"))
+    switches = {"overlap": draw(st.booleans()), "has_early_gradients": draw(st.booleans())}
+    algorithm = one_of("direct", "recursive", "mpi")
     return LayerPlan(
-        parts,
-        overlap=draw(st.booleans()),
-        lazy=draw(st.sampled_from(((), ("sharded", "partial"), ("allreduce", "replicated")))),
-        has_early_gradients=draw(st.booleans()),
-        piece_bytes=draw(st.sampled_from((0, 10**5))),
-        algorithm=draw(st.sampled_from(("direct", "recursive", "mpi"))),
+        parts, lazy=lazy, piece_bytes=one_of(0, 10**5), algorithm=algorithm, **switches
     )
 
 
@@ -203,7 +195,9 @@ def test_memory_by_hand():
     assert memory_bytes(scenario, cut) == 2 * (2 * 4 + 4 / 2 + 2 * 4)
 
 
-def test_a_step_has_variables_and_ranks():
+def test_errors():
+    with pytest.raises(PlanError, match="circle"):
+        run([(Task(COMPUTE, 1.0, after=(1,)), Task(COMPUTE, 1.0, after=(0,)))])
     with pytest.raises(PlanError, match="must have trainable variables"):
         LayerTable("none", (Layer("pool"),))
     with pytest.raises(PlanError, match="must be 1 or more"):

@@ -61,11 +61,9 @@ def test_reports_are_taken_out():
     assert read(b"a\n" + beats + b"z") == (b"a\nz", [])
 
 
-@pytest.mark.parametrize(
-    "text", [b"\x1etfscale {}\n", b"\x1etfscale [\n", b"\x1e other\n", b"\x1e"]
-)
-def test_other_lines_with_that_character_stay(text):
-    assert read(text) == (text, [])
+def test_other_lines_with_that_character_stay():
+    for text in (b"\x1etfscale {}\n", b"\x1etfscale [\n", b"\x1e other\n", b"\x1e"):
+        assert read(text) == (text, [])
 
 
 def test_a_long_error_is_whole_although_each_line_stays_in_one_piece():
@@ -93,15 +91,12 @@ SAID = (
 @pytest.mark.parametrize("prefix", [b"", b"[1] ", b"1: "])
 def test_what_tensorflow_says_at_its_start_is_left_out(prefix):
     lines = [prefix + line for line in (STARTUP + SAID).splitlines(keepends=True)]
-    kept = b"".join(lines[len(STARTUP.splitlines()) :])
-    text = b"".join(lines)
+    text, kept = (b"".join(own) for own in (lines, lines[len(STARTUP.splitlines()) :]))
     assert read(text, is_quiet=True)[0] == kept
     assert read(text)[0] == text
-    cuts = (3, 100, 400)
-    pieces = [text[a:b] for a, b in zip((0, *cuts), (*cuts, None), strict=True)]
-    assert read(*pieces, is_quiet=True)[0] == kept
     slowly = [text[i : i + 1] for i in range(700)] + [text[700:]]
-    assert read(*slowly, is_quiet=True, pause_s=0.0005)[0] == kept
+    for chunks, pause_s in ([text[:3], text[3:100], text[100:]], 0.0), (slowly, 0.0005):
+        assert read(*chunks, is_quiet=True, pause_s=pause_s)[0] == kept
 
 
 @pytest.mark.parametrize(
@@ -125,22 +120,17 @@ def test_which_ends_are_failures(state, was_stopped, failures, others):
         report = report_end(LAUNCH, code, RankStatus(state), was_stopped)
         assert report.is_failure == (code in failures) and report.rank == 2
         assert bool(report.exit_code) == (code != 0 or code in failures)
+        assert report.has_left == (state == LEFT) and report.is_told == (state in (WAITING, TOLD))
+        assert report.has_joined == (state not in ("", WAITING, ALONE))
 
 
-@pytest.mark.parametrize("state", ["", WAITING, JOINED, TOLD, RAISED, LEAVING, LEFT])
-def test_who_is_to_blame(state):
-    report = report_end(LAUNCH, 1, RankStatus(state), False)
-    assert report.has_left == (state == LEFT) and report.is_told == (state in (WAITING, TOLD))
-    assert report.has_joined == (state not in ("", WAITING))
-
-
-@pytest.mark.parametrize("state", [JOINED, FINISHED, LEAVING, ""])
-def test_75_needs_a_request(state):
-    alone = report_end(LAUNCH, 75, RankStatus(state), False)
-    assert alone.exit_code == 1 and "there was no request" in alone.describe()
-    for was_asked in (True, False):
-        report = report_end(LAUNCH, 75, RankStatus(state, was_asked=was_asked), not was_asked)
-        assert report.exit_code == 75 and not report.is_failure
+def test_75_needs_a_request():
+    for state in (JOINED, FINISHED, LEAVING, ""):
+        alone = report_end(LAUNCH, 75, RankStatus(state), False)
+        assert alone.exit_code == 1 and "there was no request" in alone.describe()
+        for was_asked in (True, False):
+            report = report_end(LAUNCH, 75, RankStatus(state, was_asked=was_asked), not was_asked)
+            assert report.exit_code == 75 and not report.is_failure
 
 
 def test_each_traceback_is_shown_once_and_that_of_the_failure_last():
@@ -154,43 +144,42 @@ def test_each_traceback_is_shown_once_and_that_of_the_failure_last():
     assert describe_errors([silent], None) == ""
 
 
-def beat(pulse, now, *hosts):
-    for rank, host in hosts:
-        pulse.hear(Beat(rank, host), now)
-
-
-A, B = (0, "a"), (1, "b")
-
-
-def test_a_silent_host_is_lost():
+@pytest.fixture
+def pulse():
+    """Two ranks on two hosts that have been heard once."""
     pulse = Pulse()
-    beat(pulse, 0, A, B)
-    for now in range(1, 23):
-        beat(pulse, now, A)
-        assert pulse.find_lost(now) is None, now
-    beat(pulse, 23, A)
-    assert pulse.find_lost(23) == Beat(1, "b")
+    for beat in (A, B):
+        pulse.hear(beat, 0)
+    return pulse
 
 
-def test_a_blocked_launcher_hears_nobody():
-    pulse = Pulse()
-    beat(pulse, 0, A, B)
+A, B = Beat(0, "a"), Beat(1, "b")
+
+
+def first_lost(pulse, seconds):
+    """Hear rank 0 every second; return the second in which another is lost, or None."""
+    for now in range(1, seconds):
+        pulse.hear(A, now)
+        if pulse.find_lost(now):
+            return now, pulse.find_lost(now)
+    return None
+
+
+def test_a_silent_host_is_lost_unless_its_rank_ended_or_another_is_heard(pulse):
+    assert first_lost(pulse, 60) == (23, B)
+    pulse.forget(1)
+    assert first_lost(pulse, 60) is None
+    shared = Pulse()
+    shared.hear(Beat(1, "a"), 0)
+    assert first_lost(shared, 60) is None
+
+
+def test_a_blocked_launcher_hears_nobody(pulse):
     assert pulse.find_lost(100) is None
-    beat(pulse, 100, A)  # what piled up arrives host by host
+    pulse.hear(A, 100)  # what piled up arrives host by host
     assert pulse.find_lost(100.1) is None
-    beat(pulse, 100.2, B)
+    pulse.hear(B, 100.2)
     assert all(pulse.find_lost(100.3 + i / 10) is None for i in range(30))
-
-
-@pytest.mark.parametrize("host", ["a", "b"])
-def test_a_rank_that_ended_or_is_on_a_host_that_is_heard_is_not_missed(host):
-    pulse = Pulse()
-    beat(pulse, 0, A, (1, host))
-    if host == "b":
-        pulse.forget(1)
-    for now in range(1, 60):
-        beat(pulse, now, A)
-        assert pulse.find_lost(now) is None
 
 
 @pytest.mark.parametrize(

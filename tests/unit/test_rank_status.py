@@ -25,7 +25,7 @@ def test_what_a_rank_starts_is_no_rank(status):
     assert process.file_path()
     code = "from tfscale.comm import process as s; s.write_state(s.FINISHED)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert process.read(status).state == ""
+    assert process.read(status) == process.RankStatus("")
 
 
 def test_a_dead_process_is_read(status):
@@ -38,21 +38,16 @@ def test_a_dead_process_is_read(status):
     assert process.read(status) == process.RankStatus("joined", "", "first\n")
 
 
-def test_states_replace_each_other_and_a_request_stays(status):
-    assert process.file_path() and process.read(status) == process.RankStatus("")
+def test_states_replace_each_other_and_leave_other_texts_as_they_are(status):
     process.write_state(process.JOINED)
     preemption.request_save_and_stop()
     preemption.forget_request()
-    process.write_state(process.FINISHED)
-    assert process.read(status) == process.RankStatus(process.FINISHED, was_asked=True)
-
-
-def test_numbers_of_the_training_leave_the_other_texts_as_they_are(status):
-    process.write_state(process.FINISHED)
     process.write_training(0.25, 3e6, "allreduce")
     process.write_training(0.5, 1e6, "auto")
     process.write_error("x" * 100_000 + "why\n")
+    process.write_state(process.FINISHED)
     found = process.read(status)
+    assert found.was_asked
     assert (found.state, found.training) == (process.FINISHED, "0.5000 1000000 auto")
     assert found.error.endswith("xwhy\n")  # long ones keep their end
 

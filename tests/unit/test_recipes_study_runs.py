@@ -1,4 +1,4 @@
-"""Runs of a study: what their folders note, who may work in them, and how they are ended."""
+"""Runs of a study: what is run, what is not run again, what folders note, how runs are ended."""
 
 import json
 import os
@@ -15,6 +15,8 @@ import study_runs
 import study_subprocess
 
 from tests.helpers import fake_study
+from tests.helpers.fake_study import STUDY
+from tests.helpers.killed_job import is_alive
 
 RECIPES = Path(study_runs.__file__).parent
 DEADLINE_S = 60.0
@@ -36,30 +38,52 @@ def study(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(study, tmp_path):
-    run, *_ = study_runs.runs(study, tmp_path / "runs")
-    return run
+def every(study, tmp_path):
+    return list(study_runs.runs(study, tmp_path / "runs" / "mine"))
 
 
-def _fail(run, tmp_path, monkeypatch, commit):
-    """Begin a run on some commit, and let it fail after its last epoch."""
+def _fail(run, tmp_path):
+    """Begin a run, and let it fail after its last epoch."""
     (tmp_path / "fail").touch()
-    _set_commit(monkeypatch, commit)
     assert not study_runs.finish(run)
     (tmp_path / "fail").unlink()
-    (run.folder / "backup").mkdir(exist_ok=True)
+    (run.folder / "backup").mkdir()
 
 
-def _set_commit(monkeypatch, commit):
-    made = {"commit": commit, "machine": "2 cores", "load": "0.5", "versions": "Python 3"}
-    monkeypatch.setattr(study_runs.provenance, "describe", lambda: made)
+def test_runs_are_configurations_times_seeds(every):
+    names = ["small-batch-seed1", "large-16-seed1", "small-batch-seed2", "large-16-seed2"]
+    assert [run.folder.name for run in every] == names
+    assert study_runs.command(every[1]) == [
+        "recipes/fake.py", "--epochs=3", "--noaugment", "--batch_size=16", "--report", "--seed=1",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", ["", '{"key": "2 reci', "[]", '{"commit": "abc"}', None, "a folder"]
-)
-def test_a_folder_is_not_replaced_where_its_flags_are_unknown(run, tmp_path, monkeypatch, text):
-    _fail(run, tmp_path, monkeypatch, "first")
+def test_what_is_finished_is_not_run_again_and_other_flags_replace_the_folder(every, tmp_path):
+    assert all(study_runs.finish(run) for run in every for _ in range(2))
+    (every[1].folder / "backup").mkdir()
+    (tmp_path / "mine.py").write_text(STUDY.replace("16,", "32,"))
+    changed = list(
+        study_runs.runs(study_runs.load(str(tmp_path / "mine.py")), every[0].folder.parent)
+    )
+    assert [study_runs.is_finished(run) for run in changed] == [True, False, True, False]
+    assert study_runs.finish(changed[1]) and not (every[1].folder / "backup").exists()
+    assert [(run.folder / "calls").read_text() for run in changed] == ["x"] * 4
+
+
+def test_a_failed_run_is_no_outcome_and_is_taken_up_again(study, every, tmp_path, capsys):
+    run = every[0]
+    _fail(run, tmp_path)
+    assert "exit code 3" in capsys.readouterr().out
+    assert study_runs.outcomes(study, run.folder.parent) == []
+    assert study_runs.finish(run) and (run.folder / "backup").exists()
+    (outcome,) = study_runs.outcomes(study, run.folder.parent)
+    assert len(outcome.made) == 2  # parts: what the failed one has trained counts
+
+
+@pytest.mark.parametrize("text", ['{"key": "2 reci', "[]", '{"commit": "abc"}', None, "a folder"])
+def test_a_folder_is_not_replaced_where_its_flags_are_unknown(every, tmp_path, text):
+    run = every[0]
+    _fail(run, tmp_path)
     path = run.folder / "study.json"
     path.unlink()
     if text == "a folder":
@@ -67,63 +91,48 @@ def test_a_folder_is_not_replaced_where_its_flags_are_unknown(run, tmp_path, mon
     elif text is not None:
         path.write_text(text)
     for refuse in (study_runs.finish, study_runs.is_finished):
-        with pytest.raises(SystemExit, match=r"Received: .*study\.json: .*Restore .* or move"):
+        with pytest.raises(SystemExit, match=r"Received: .*study\.json"):
             refuse(run)
     assert (run.folder / "backup").exists()
 
 
 def test_a_study_runs_committed_files_only(monkeypatch):
-    _set_commit(monkeypatch, "abc+")
-    with pytest.raises(SystemExit, match=r"Received: changes after commit abc\. .* pass --dirty"):
+    made = {"commit": "abc+"}
+    monkeypatch.setattr(study_runs.provenance, "describe", lambda: made)
+    with pytest.raises(SystemExit, match="--dirty"):
         study_runs.require_commit(may_differ=False)
     study_runs.require_commit(may_differ=True)
-    _set_commit(monkeypatch, "abc")
+    made["commit"] = "abc"
     study_runs.require_commit(may_differ=False)
 
 
-def test_folders_of_other_flags_go_as_a_whole(run, tmp_path, monkeypatch):
-    _fail(run, tmp_path, monkeypatch, "first")
-    (run.folder / "study.json").write_text('{"key": "1 recipes/fake.py --epochs=9"}')
-    assert study_runs.finish(run) and not (run.folder / "backup").exists()
+def _study_words(tmp_path, *words):
+    script = [sys.executable, str(RECIPES / "study.py"), str(tmp_path / "mine.py"), "--dirty"]
+    folders = [f"--{name}_dir={tmp_path / name}" for name in ("runs", "results")]
+    return [*script, *words, folders[0].replace("runs_dir", "run_dir"), folders[1]]
 
 
-def _study(tmp_path, *words):
-    script = [
-        sys.executable,
-        str(RECIPES / "study.py"),
-        fake_study.write(tmp_path),
-        "--dirty",
-        *words,
-    ]
-    done = subprocess.run(
-        [*script, f"--run_dir={tmp_path / 'runs'}", f"--results_dir={tmp_path / 'results'}"],
-        capture_output=True,
-        text=True,
-    )
-    return done.returncode, done.stderr
+def test_only_what_the_results_lack_is_run_when_they_are_kept(study, every, tmp_path):
+    def call(*words):
+        done = subprocess.run(_study_words(tmp_path, *words), capture_output=True, text=True)
+        return done.returncode, done.stderr, json.loads(path.read_text())["runs"]
 
-
-def test_only_what_the_results_lack_is_run_when_they_are_kept(study, tmp_path):
-    every = list(study_runs.runs(study, tmp_path / "runs" / "mine"))
     assert all(study_runs.finish(run) for run in every)
-    (tmp_path / "results").mkdir()
     path = tmp_path / "results" / "mine.json"
-    kept, own = every[:2], every[2]
-    outcomes = study_runs.outcomes(study, tmp_path / "runs" / "mine")
+    path.parent.mkdir()
+    outcomes = study_runs.outcomes(study, every[0].folder.parent)
     study_report.write(study, outcomes[:2], path.with_suffix(""), "")
-    for run in every:
-        if run != own:
-            shutil.rmtree(run.folder)
+    for run in (*every[:2], every[3]):
+        shutil.rmtree(run.folder)
 
     # study.py has no recipe of this name, so that whatever it runs fails.
-    assert _study(tmp_path, "--keep", "--seeds", "1")[0] == 0
-    rows = json.loads(path.read_text())["runs"]
-    assert [row["command"][-1] for row in rows] == ["1", "1", "2"]
-    assert not any(run.folder.exists() for run in kept)
-    code, said = _study(tmp_path, "--keep")
+    code, _, rows = call("--keep", "--seeds", "1")
+    assert code == 0 and [row["command"][-1] for row in rows] == ["1", "1", "2"]
+    assert not any(run.folder.exists() for run in every[:2])
+    code, said, _ = call("--keep")
     assert code == 1 and "1 runs failed, 3 are there." in said
-    code, said = _study(tmp_path, "--draw")
-    assert code == 0 and len(json.loads(path.read_text())["runs"]) == 1
+    code, _, rows = call("--draw")
+    assert code == 0 and len(rows) == 1
 
 
 def _wait_for(condition):
@@ -133,59 +142,40 @@ def _wait_for(condition):
         time.sleep(0.05)
 
 
-def _is_there(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def _pid(tmp_path):
-    _wait_for((tmp_path / "pid").exists)
-    return int((tmp_path / "pid").read_text())
-
-
-@pytest.fixture
-def slow_study(tmp_path):
-    """A study that waits for its first run."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    path = Path(fake_study.write(tmp_path))
-    path.write_text(path.read_text().replace('"fake"', repr(str(tmp_path / "slow"))))
-    words = [
-        sys.executable,
-        RECIPES / "study.py",
-        path,
-        "--dirty",
-        f"--run_dir={tmp_path / 'runs'}",
-    ]
-    with subprocess.Popen(words, preexec_fn=_hear_interrupts) as study:
-        yield study
-        study.kill()
-
-
 def _hear_interrupts():
     """Background jobs of a shell, as tests may be, inherit that these signals are ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture
+def slow(tmp_path):
+    """A study that waits for its first run, and the process of that."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "mine.py").write_text(STUDY.replace('"fake"', repr(str(tmp_path / "slow"))))
+    with subprocess.Popen(_study_words(tmp_path), preexec_fn=_hear_interrupts) as study:
+        _wait_for((tmp_path / "pid").exists)
+        yield study, int((tmp_path / "pid").read_text())
+        study.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_study_ends_its_run(slow_study, tmp_path, number):
-    pid = _pid(tmp_path)
-    slow_study.send_signal(number)
-    assert slow_study.wait(DEADLINE_S) == 128 + number
-    assert not _is_there(pid)
+def test_a_signal_to_the_study_ends_its_run(slow, number):
+    study, pid = slow
+    study.send_signal(number)
+    assert study.wait(DEADLINE_S) == 128 + number
+    assert not is_alive(pid)
 
 
-def test_a_run_that_outlives_its_killed_study_keeps_others_out(slow_study, tmp_path):
-    pid = _pid(tmp_path)
+def test_a_run_that_outlives_its_killed_study_keeps_others_out(slow, tmp_path):
+    study, pid = slow
     try:
-        slow_study.kill()
-        slow_study.wait()
-        with pytest.raises(SystemExit, match="a run that it has started, is still there"):
+        study.kill()
+        study.wait()
+        with pytest.raises(SystemExit, match="is still there"):
             study_subprocess.only_one(tmp_path / "runs" / "mine").__enter__()
     finally:
         os.kill(pid, signal.SIGKILL)
-    _wait_for(lambda: not _is_there(pid))
+    _wait_for(lambda: not is_alive(pid))
     with study_subprocess.only_one(tmp_path / "runs" / "mine"):
         pass

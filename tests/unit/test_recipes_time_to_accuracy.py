@@ -6,22 +6,23 @@ import pytest
 import time_to_accuracy
 from absl import flags
 from absl.testing import flagsaver
-from time_to_accuracy import Epoch, Measured
-
-
-def _run(seed, accuracies, batches=(64, 64, 128)):
-    lines = [
-        {"batch_size": float(batch), "val_accuracy": value}
-        for batch, value in zip(batches, accuracies, strict=True)
-    ]
-    command = f"recipes/resnet.py --images=1280 --seed={seed}"
-    return {"configuration": "growing", "command": command, "commit": "abc", "epochs": lines}
-
+from time_to_accuracy import Measured
 
 RESULTS = {
     "study": "mine",
     "metric": "val_accuracy",
-    "runs": [_run(1, (0.5, 0.8, 0.9)), _run(2, (0.5, 0.9, 0.91))],
+    "runs": [
+        {
+            "configuration": "growing",
+            "command": f"recipes/resnet.py --images=1280 --seed={seed}",
+            "commit": "abc",
+            "epochs": [
+                {"batch_size": float(batch), "val_accuracy": value}
+                for batch, value in zip((64, 64, 128), accuracies, strict=True)
+            ],
+        }
+        for seed, accuracies in enumerate([(0.5, 0.8, 0.9), (0.5, 0.9, 0.91)], 1)
+    ],
 }
 # Medians of 60 and 180 s a step.
 BENCHMARKS = {
@@ -30,7 +31,7 @@ BENCHMARKS = {
         {
             "suite": "step", "group": f"{case} 1gbit", "system": system, "n_ranks": 4,
             "session": "s", "commit": "0123456789", "round": number,
-            "arguments": ["--block", "8"] if case == "small" else [],
+            "arguments": ["--block", "8"],
             "samples": {case: [own * slower - 1, own * slower + 1]},
         }
         for case, own in (("small", 60.0), ("large", 180.0))
@@ -40,33 +41,14 @@ BENCHMARKS = {
 }  # fmt: skip
 
 
-def test_a_target_is_reached_at_the_end_of_an_epoch():
-    steps = Measured({64: 60.0, 192: 180.0}, {})
-    first, second = time_to_accuracy.trajectories(RESULTS, "growing", 60000)
-    assert first == [Epoch(20, 64, 0.5), Epoch(20, 64, 0.8), Epoch(10, 128, 0.9)]
-    assert time_to_accuracy.minutes_after(first, steps) == [20, 40, 60]  # 128: 120 s a step
-    reached = [time_to_accuracy.minutes_to(0.9, run, steps) for run in (first, second)]
-    assert reached == [60, 40] and time_to_accuracy.minutes_to(0.92, first, steps) is None
-    assert time_to_accuracy.shown(reached) == "50 ± 10"
-    assert time_to_accuracy.shown([None, 3.0]) == "reached by 1 of 2"
-    assert time_to_accuracy.shown([3.0]) == "3"
-    blocks = time_to_accuracy.measured(
-        BENCHMARKS["runs"], "auto", "1gbit", {64: "small", 9: "large"}
-    )
-    assert blocks == Measured({64: 60.0, 9: 180.0}, {64: 32, 9: 4})
-
-
-def test_a_batch_lies_between_measured_ones_and_not_outside():
+def test_a_batch_lies_between_measured_ones_and_what_is_missing_is_named():
     steps = Measured({64: 0.1, 128: 0.2, 512: 0.8}, {})
-    sizes = (64, 96, 320, 512)
     expected = pytest.approx([0.1, 0.15, 0.5, 0.8])
-    assert [time_to_accuracy.step_seconds(n, steps) for n in sizes] == expected
+    assert [time_to_accuracy.step_seconds(n, steps) for n in (64, 96, 320, 512)] == expected
     for outside in (32, 1024):
         with pytest.raises(SystemExit, match=f"Received: {outside}, measured"):
             time_to_accuracy.step_seconds(outside, steps)
-
-
-def test_what_was_not_measured_or_trained_is_named():
+    assert time_to_accuracy.shown([None, 3.0]) == "reached by 1 of 2"
     with pytest.raises(SystemExit, match="no steps of small with mwms at 1gbit"):
         time_to_accuracy.measured(BENCHMARKS["runs"], "mwms", "1gbit", {64: "small"})
     with pytest.raises(SystemExit, match="Choose from: growing"):
@@ -87,8 +69,8 @@ def test_table_json_and_picture(tmp_path, capsys):
     text = (tmp_path / "mine.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| 1gbit")]
     tail = "reached by 0 of 2 |"
-    steps = "6e+04 (64), 1.8e+05 (192)"
-    assert rows[0] == f"| 1gbit | growing | auto | {steps} | 4 | 50 ± 10 | {tail}"
+    steps = "6e+04 (64), 1.8e+05 (192)"  # 120 s for the batch of 128 between them
+    assert rows[0] == f"| 1gbit | growing | auto | {steps} | 32 | 50 ± 10 | {tail}"
     assert rows[1].endswith(f"| 100 ± 20 | {tail}")
     assert "python recipes/study.py mine" in text and "commit 0123456, 4 ranks, 2 cores" in text
     content = json.loads((tmp_path / "mine.json").read_text())

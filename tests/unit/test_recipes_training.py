@@ -1,9 +1,12 @@
-"""What recipes share: exchanges named by flags, rates, callbacks, precision."""
+"""Common parts of recipes: flags refused, exchanges by name, rates, callbacks, precision."""
 
+import contextlib
 import re
+import runpy
 from pathlib import Path
 
 import batch_growth
+import command_line
 import keras
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from tfscale.exchange.plan import Parameter, Sum, Table
 from tfscale.plan.buckets import GradientSpec, owner_of
 
 FLAGS = flags.FLAGS
+RECIPES = Path(training.__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -31,24 +35,65 @@ def parsed():
     keras.config.set_dtype_policy("float32")
 
 
-def test_exchanges_are_named_by_class_and_arguments():
-    assert type(training.parse_exchange("allreduce")) is tfscale.Allreduce
-    assert type(training.parse_exchange("sharded")) is tfscale.Sharded
-    chunked = training.parse_exchange("chunked:replicated_dense=2, chunks=per_layer,overlap=False")
+@contextlib.contextmanager
+def _recipe(name, words):
+    """Read a recipe's flags from words, and give what it defines."""
+    with flagsaver.flagsaver():  # which forgets the recipe's own flags afterwards
+        names = runpy.run_path(str(RECIPES / f"{name}.py"))
+        command_line.flags_parser()([name, *words])
+        yield names
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--adaptive-batch 256 --schedule cosine", "Received: --schedule cosine. Leave"),
+        ("--batch-schedule 3:256 --schedule cosine", "--batch-schedule takes the place"),
+        ("--average-every 1 --groups 2", "exchange no gradients. Received: --groups 2"),
+        ("--average-every 1 --interval 8", "Received: --interval 8"),
+        ("--average-every 1 --exchange sharded", "Received: --exchange sharded"),
+        ("--average-every 1 --compression bf16", "Received: --compression bf16"),
+        ("--distance-weights 1", "--distance-weights needs --average-every"),
+        ("--overlap 2", "--overlap needs --groups"),
+        ("--adaptive-interval 3", "--adaptive-interval needs --adaptive-batch"),
+        ("--adaptive-rule peak", "--adaptive-rule needs --adaptive-batch"),
+        ("--adaptive-signal noise_scale", "--adaptive-signal needs --adaptive-batch"),
+    ],
+)
+def test_flags_without_effect_are_refused(words, told):
+    with _recipe("lenet", words.split()), pytest.raises(SystemExit, match=told):
+        training.start()
+
+
+def test_commands_that_are_published_are_taken(monkeypatch):
+    monkeypatch.setattr(training, "distributed", lambda optimizer: optimizer)
+    table = (RECIPES / "README.md").read_text().split("## Studies")[0]
+    commands = re.findall(r"`(\w+)\.py (.*?)`", table)
+    assert {recipe for recipe, _ in commands} == {"edsr", "resnet", "vgg", "lenet", "mlp"}
+    decays = {"resnet": 1e-4, "vgg": 5e-4}  # L2 of He et al., of Simonyan and Zisserman
+    for recipe, words in commands:
+        with _recipe(recipe, words.split()) as names:
+            command_line.check_flags()
+            if recipe in decays:
+                options = (128,) if recipe == "resnet" else ()
+                optimizer = names["build_optimizer"](*options, 100)
+                # [T] and He et al. add the decay to the gradient, inside of the momentum.
+                expected = decays[recipe] / (1 - optimizer.momentum)
+                assert optimizer.weight_decay == pytest.approx(expected)
+
+
+def test_exchanges_and_compressions_are_named_with_their_options():
+    exchange, compression = training.parse_exchange, training.parse_compression
+    assert type(exchange("allreduce")) is tfscale.Allreduce
+    chunked = exchange("chunked:replicated_dense=2, chunks=per_layer,overlap=False")
     assert type(chunked) is tfscale.Chunked
     options = {"replicated_dense": 2, "chunks": "per_layer", "overlap": False}
     assert vars(chunked).items() >= options.items()
-
-
-def test_compressions_are_named_by_attribute_and_options():
-    compression = training.parse_compression
-    assert compression("none") is tfscale.Compression.none
     assert compression("int8") is tfscale.Compression.int8
-    assert compression("int4:start_step=7") == tfscale.Compression.int4(start_step=7)
     low_rank = tfscale.Compression.low_rank(rank=2, start_step=7)
     assert compression("low_rank:rank=2, start_step=7") == low_rank
     for text in ("int9", "__doc__", ""):
-        with pytest.raises(SystemExit, match=f"docs/compression.md. Received: {text}"):
+        with pytest.raises(SystemExit, match=f"Received: {text}"):
             compression(text)
 
 
@@ -69,7 +114,7 @@ def chunks_of_vgg_a(strategy):
 
 
 def test_documented_commands_form_the_chunks_that_they_promise():
-    root = Path(training.__file__).parents[1]
+    root = RECIPES.parent
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("recipes/**/*.[mp][dy]")]
     found = {text for page in pages for text in re.findall(r"chunked:[\w=,]+", page.read_text())}
     cut = [training.parse_exchange(text) for text in found if "first_chunk" in text]
@@ -79,64 +124,54 @@ def test_documented_commands_form_the_chunks_that_they_promise():
         assert chunks == [THESIS_CHUNK, ["conv3_2", "conv3_1", "conv2_1", "conv1_1"]], strategy
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_boundaries_that_leave_a_chunk_empty_are_refused():
+    for options, text in (
         ("first_chunk_layers=9,replicated_dense=2", "first_chunk_layers=9 of the 9 layers that"),
         ("first_chunk_from=conv1_1,replicated_dense=2", "leave layers for the others"),
         ("first_chunk_from=fc1,replicated_dense=2", "The layers are conv1_1, conv2_1"),
         ("first_chunk_from=conv4", "must name a layer that sends gradients"),
-    ],
-)
-def test_boundaries_that_leave_a_chunk_empty_are_refused(options, text):
-    with pytest.raises(PlanError, match=text):
-        chunks_of_vgg_a(training.parse_exchange(f"chunked:{options}"))
+    ):
+        with pytest.raises(PlanError, match=text):
+            chunks_of_vgg_a(training.parse_exchange(f"chunked:{options}"))
 
 
-@pytest.mark.parametrize(("scaling", "peak"), [("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)])
-def test_the_rate_follows_the_batch(scaling, peak):
-    FLAGS.learning_rate, FLAGS.batch_size, FLAGS.epochs, FLAGS.scaling = 0.1, 512, 10, scaling
-    FLAGS.schedule = "constant"
-    assert training.learning_rate(128, 20) == pytest.approx(peak)
-    FLAGS.schedule = "cosine"
-    cosine = training.learning_rate(128, 20)
-    rates = [float(cosine(step)) for step in (0, 10, 105, 200)]
-    np.testing.assert_allclose(rates, [peak / 10, peak, peak / 2, 0], rtol=1e-5, atol=1e-8)
+def test_the_rate_follows_the_batch():
+    FLAGS.learning_rate, FLAGS.batch_size, FLAGS.epochs = 0.1, 512, 10
+    for FLAGS.scaling, peak in (("linear", 0.4), ("sqrt", 0.2), ("none", 0.1)):
+        FLAGS.schedule = "constant"
+        assert training.learning_rate(128, 20) == pytest.approx(peak)
+        FLAGS.schedule = "cosine"
+        cosine = training.learning_rate(128, 20)
+        rates = [float(cosine(step)) for step in (0, 10, 105, 200)]
+        np.testing.assert_allclose(rates, [peak / 10, peak, peak / 2, 0], rtol=1e-5, atol=1e-8)
 
 
-def _data():
-    return GlobalBatches(np.zeros((64, 1)), batch_size=8)
+def _callbacks(folder, reference_batch=8):
+    data = GlobalBatches(np.zeros((64, 1)), batch_size=8)
+    return batch_growth.callbacks(data, reference_batch, folder)
 
 
 def test_methods_that_change_the_batch_take_the_place_of_schedules(tmp_path):
-    assert batch_growth.callbacks(_data(), 8, tmp_path) == [] and not batch_growth.is_used()
+    assert _callbacks(tmp_path) == [] and not batch_growth.is_used()
     FLAGS.batch_schedule = ["3:16", "6:32"]
-    (schedule,) = batch_growth.callbacks(_data(), 8, tmp_path)
+    (schedule,) = _callbacks(tmp_path)
     assert schedule.sizes == {3: 16, 6: 32}
     assert isinstance(training.learning_rate(8, 8), float)  # though --schedule is cosine
-    FLAGS.batch_schedule, FLAGS.adaptive_batch = [], 32
-    (adaptive,) = batch_growth.callbacks(_data(), 8, tmp_path)
+    FLAGS.batch_schedule, FLAGS.adaptive_batch, FLAGS.decay_epochs = [], 32, ["5", "7"]
+    (adaptive,) = _callbacks(tmp_path)
     assert isinstance(adaptive, tfscale.callbacks.AdaptiveBatchSize)
-    FLAGS.adaptive_batch, FLAGS.schedule, FLAGS.warmup_epochs = 0, "constant", 5
-    (scaled,) = batch_growth.callbacks(_data(), 8, tmp_path)
-    assert isinstance(scaled, tfscale.callbacks.LearningRateScaling)
-
-
-def test_growing_batches_may_decay_whatever_the_schedule_would_be(tmp_path):
-    FLAGS.adaptive_batch, FLAGS.decay_epochs = 32, ["5", "7"]
-    (adaptive,) = batch_growth.callbacks(_data(), 8, tmp_path)
-    assert adaptive._settings.decay_epochs == (5, 7)
+    assert adaptive._settings.decay_epochs == (5, 7)  # whatever the schedule would be
 
 
 def test_ranks_that_train_on_their_own_have_the_rate_of_their_own_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_growth.hvd, "size", lambda: 4)
     FLAGS.batch_size, FLAGS.learning_rate, FLAGS.schedule = 512, 0.1, "constant"
-    FLAGS.decay_epochs = ["6"]
-    for every, rate in ((0, 0.4), (2, 0.1)):
-        FLAGS.average_every = every
-        (scaled,) = batch_growth.callbacks(_data(), 128, tmp_path)
-        rates = [scaled.initial_lr * scaled.multiplier(epoch) for epoch in (0, 5.9, 6)]
-        assert rates == pytest.approx([rate, rate, rate / 10])
+    FLAGS.warmup_epochs, FLAGS.decay_epochs = 2, ["6"]
+    for FLAGS.average_every, rate in ((0, 0.4), (2, 0.1)):
+        (scaled,) = _callbacks(tmp_path, 128)
+        assert isinstance(scaled, tfscale.callbacks.LearningRateScaling)
+        rates = [scaled.initial_lr * scaled.multiplier(epoch) for epoch in (1, 5.9, 6)]
+        assert rates == pytest.approx([(0.1 + rate) / 2, rate, rate / 10])
         assert training.learning_rate(128, 20) == pytest.approx(rate)
 
 

@@ -38,15 +38,16 @@ def change_a_bit(content):
     content[CELL]["weights"][1][1] = "float32[4, 4] bc"
 
 
-def swap_slots(content, *sections):
-    """Exchange two slots or their labels; they keep their numbers."""
-    for section in sections or ("plan", "labels"):
-        first, second = content[CELL][section]
-        first[1], second[1] = second[1], first[1]
-
-
 def swap_labels(content):
-    swap_slots(content, "labels")
+    """Exchange the labels of two slots, which keep their numbers."""
+    first, second = content[CELL]["labels"]
+    first[1], second[1] = second[1], first[1]
+
+
+def swap_slots(content):
+    first, second = content[CELL]["plan"]
+    first[1], second[1] = second[1], first[1]
+    swap_labels(content)
 
 
 def split_by_rank(content):
@@ -59,13 +60,8 @@ def split_by_rank(content):
     [
         (change_a_bit, "weights: top/kernel was float32[4, 4] bb, is float32[4, 4] bc"),
         (swap_slots, "plan: plan 0 slot 0 was 12 x 64 bytes, is 12 x 80 bytes"),
-        (swap_slots, "labels: plan 0 slot 0 was top/kernel, is first/kernel"),
         (swap_labels, "labels: plan 0 slot 0 was top/kernel, is first/kernel"),
         (lambda content: content[CELL]["plan"].pop(), "plan 0 slot 1 (12 x 80 bytes) is gone"),
-        (
-            lambda content: content[CELL]["optimizer"][1].__setitem__(1, "float32[4, 5] de"),
-            "optimizer: 1 (momentum) was float32[4, 5] dd, is",
-        ),
         (split_by_rank, "weights: first/kernel is now rank 0 first/kernel"),
         (lambda content: content.pop(CELL), "cell: missing in this checkout"),
         (lambda content: content.update({CELL: {"error": "why"}}), "failed in this checkout: why"),
@@ -78,20 +74,14 @@ def test_a_difference_is_named_and_ends_with_1(tmp_path, capsys, change, words):
     assert text.count("equal ") == len(CELLS) - 1 and "10 cells, 1 wrong" in text
 
 
-def test_equal_recordings_end_with_0(tmp_path, capsys):
+def test_equal_recordings_and_expected_differences_end_with_0(tmp_path, capsys):
     code, text = run(tmp_path, capsys, lambda content: None)
-    assert code == 0
-    assert text.count("equal ") == len(CELLS) and "DIFFERENT" not in text
-
-
-def test_expected_differences_are_shown_and_pass(tmp_path, capsys):
+    assert code == 0 and text.count("equal ") == len(CELLS) and "DIFFERENT" not in text
     code, text = run(tmp_path, capsys, change_a_bit, "--expect", f"lstm/*  {CELL}")
-    assert code == 0
-    assert f"expected  {CELL}\n" in text and "top/kernel was" in text
+    assert code == 0 and f"expected  {CELL}\n" in text and "top/kernel was" in text
     for change, pattern, expected in (
         (swap_labels, "*:labels", 0),
         (swap_slots, "*:labels", 1),  # says nothing of other sections
-        (change_a_bit, "*:labels", 1),
         (change_a_bit, "resnet/*", 1),
     ):
         assert run(tmp_path, capsys, change, "--expect", pattern)[0] == expected
@@ -99,22 +89,15 @@ def test_expected_differences_are_shown_and_pass(tmp_path, capsys):
         run(tmp_path, capsys, change_a_bit, "--expect", "vgg/alreduce/2")
 
 
-def bar(rank, plan, slot, execution, n_bytes, name):
-    details = {"plan": plan, "slot": slot, "execution": execution, "bytes": n_bytes}
-    return {"ph": "X", "pid": rank, "name": name, "args": details}
-
-
 def test_slots_of_a_timeline_are_in_the_order_of_the_plan():
     """Events come as collectives end; ranks number their plans themselves."""
     events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}}]
-    for rank, first in ((0, 4), (1, 9)):
+    for rank, plan in ((0, 4), (1, 9)):
         for execution in (1, 0):
-            events += [
-                bar(rank, first + 1, 0, execution, 8, "call"),
-                bar(rank, first, 1, execution, 16, "first"),
-                bar(rank, first, 0, execution, 32, "last"),
-                bar(rank, -1, 0, execution, 99, "eager collective"),
-            ]
+            bars = [(plan + 1, 0, 8, "call"), (plan, 1, 16, "first"), (plan, 0, 32, "last")]
+            for own, slot, size, name in [*bars, (-1, 0, 99, "eager collective")]:
+                details = {"plan": own, "slot": slot, "execution": execution, "bytes": size}
+                events.append({"ph": "X", "pid": rank, "name": name, "args": details})
     assert replay_cells.slots_of({"traceEvents": events}, 2) == [
         ("plan 0 slot 0", "2 x 32 bytes", "last"),
         ("plan 0 slot 1", "2 x 16 bytes", "first"),
@@ -127,7 +110,3 @@ def test_digests_tell_bits_and_shapes_apart():
     others = [-zeros, zeros.T.copy(), zeros.astype("int32"), np.nextafter(zeros, 1)]
     assert len({replay_cells.digest(array) for array in (zeros, *others)}) == 5
     assert replay_cells.digest(zeros) == replay_cells.digest(zeros.copy())
-
-
-def record(tree, cells):
-    return {name: own for job in replay.record(tree, cells, "test") for name, own in job.items()}

@@ -1,4 +1,4 @@
-"""When a job is started again, and where."""
+"""Restarts of a job: after which ends, and on which hosts."""
 
 import pytest
 
@@ -6,14 +6,7 @@ from tfscale.launcher import restarting
 from tfscale.launcher.attempt import Outcome
 from tfscale.launcher.mpi_command import LaunchSpec, Mpi
 from tfscale.launcher.reports import Report
-from tfscale.launcher.restarting import (
-    Job,
-    RestartRule,
-    lost_place,
-    may_restart,
-    next_places,
-    pause_s,
-)
+from tfscale.launcher.restarting import Job, RestartRule, lost_place, may_restart, next_places
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 HOSTS = (("a", 2), ("b", 2), ("c", 2))
@@ -44,7 +37,7 @@ def test_what_is_started_again(outcome, expected):
 
 
 def test_pauses_grow():
-    assert [pause_s(n) for n in (0, 1, 2, 6, 5000)] == [1, 2, 4, 60, 60]
+    assert [restarting.pause_s(n) for n in (0, 1, 2, 6, 5000)] == [1, 2, 4, 60, 60]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +61,6 @@ def test_next_places(places, lost, rule, size, expected):
 def test_lost_place():
     assert lost_place(failed(3), HOSTS) == ("b", 2)
     assert lost_place(failed(3), ()) == ("", 1)
-    assert lost_place(Outcome(255), HOSTS) is None
     assert lost_place(failed(3, 1, None, is_told=True), HOSTS) is None
 
 
@@ -91,59 +83,46 @@ def run(rule, size=4):
     return Job(LaunchSpec(("python", "t.py"), size, n_cores=8), MPICH, rule, {}).run()
 
 
-@pytest.mark.parametrize(
-    ("kind", "is_slurm", "expected"),
-    [("mpich", False, False), ("openmpi", False, True), ("mpich", True, True)],
-)
-def test_ranks_are_told_of_a_signal_that_stands_for_sigterm(kind, is_slurm, expected):
-    spec = LaunchSpec(("python", "t.py"), 2, is_slurm=is_slurm)
-    given = Job(spec, Mpi(kind, "5.0", "/mpi/mpiexec"), RestartRule(0), {}).variables()
-    assert (given.get("TFSCALE_STOP_SIGNAL") == "SIGUSR1") == expected
+def test_ranks_are_told_of_a_signal_that_stands_for_sigterm():
+    for kind, is_slurm in (("mpich", False), ("openmpi", False), ("mpich", True)):
+        spec = LaunchSpec(("python", "t.py"), 2, is_slurm=is_slurm)
+        given = Job(spec, Mpi(kind, "5.0", "/mpi/mpiexec"), RestartRule(0), {}).variables()
+        assert (given.get("TFSCALE_STOP_SIGNAL") == "SIGUSR1") == (kind == "openmpi" or is_slurm)
 
 
-def test_restarts_are_counted(monkeypatch, capsys):
-    launcher = Launcher(monkeypatch, [failed(), failed(), Outcome(0, is_orderly=True)])
-    assert run(RestartRule(3)) == 0
+def test_restarts_are_counted_and_the_last_failure_counts(monkeypatch, capsys):
+    launcher = Launcher(monkeypatch, [failed(), failed(), failed(0, 7, None)])
+    assert run(RestartRule(2)) == 7
     for number, command in enumerate(launcher.commands):
         assert command.startswith(f"TFSCALE_RESTART={number} ") and " -n 4 " in command
+    assert len(launcher.commands) == 3
     err = capsys.readouterr().err
-    assert "tfscale: restart 2 of 3, with 4 ranks.\n" in err
+    assert "tfscale: restart 2 of 2, with 4 ranks.\n" in err
     assert err.count("was killed by signal 9") == 2
+    assert err.endswith("rank 0 on host x failed with exit status 7.\n")
 
 
-def test_the_last_failure_counts(monkeypatch, capsys):
-    launcher = Launcher(monkeypatch, [failed(), failed(0, 7, None)])
-    assert run(RestartRule(1)) == 7
-    assert len(launcher.commands) == 2
-    assert capsys.readouterr().err.endswith("rank 0 on host x failed with exit status 7.\n")
-
-
-def test_preemption_is_left_to_the_scheduler(monkeypatch):
-    launcher = Launcher(monkeypatch, [Outcome(75, is_orderly=True)])
-    assert run(RestartRule(3)) == 75
-    assert len(launcher.commands) == 1
+def test_a_restart_may_succeed_and_preemption_is_left_to_the_scheduler(monkeypatch):
+    for outcome in (Outcome(0, is_orderly=True), Outcome(75, is_orderly=True)):
+        launcher = Launcher(monkeypatch, [failed(), outcome])
+        assert run(RestartRule(3)) == outcome.exit_code
+        assert len(launcher.commands) == 2
 
 
 def test_a_spare_host_takes_over(monkeypatch):
     launcher = Launcher(monkeypatch, [Outcome(255), Outcome(0)], dead=("b",))
     assert run(RestartRule(3, places=HOSTS)) == 0
-    assert "-hosts a:2,b:2 -n 4" in launcher.commands[0]
-    assert "-hosts a:2,c:2 -n 4" in launcher.commands[1]
+    hosts = [command.partition("-hosts ")[2].split()[0] for command in launcher.commands]
+    assert hosts == ["a:2,b:2", "a:2,c:2"]
 
 
-def test_fewer_ranks(monkeypatch, capsys):
-    launcher = Launcher(monkeypatch, [failed(5), failed(0), failed(0)], dead=())
+def test_fewer_ranks_until_too_few_hosts_are_left(monkeypatch, capsys):
+    launcher = Launcher(monkeypatch, [failed(5), failed(0), failed(0)])
     assert run(RestartRule(2, 2, HOSTS), 6) == 137
-    assert [c.partition("-hosts ")[2].split()[0] for c in launcher.commands] == [
-        "a:2,b:2,c:2",
-        "a:2,b:2",
-        "b:2",
-    ]
+    hosts = [command.partition("-hosts ")[2].split()[0] for command in launcher.commands]
+    assert hosts == ["a:2,b:2,c:2", "a:2,b:2", "b:2"]
     assert "NUM_THREADS" not in launcher.commands[2]  # the cores of b are not known here
     assert "restart 2 of 2, with 2 ranks" in capsys.readouterr().err
-
-
-def test_too_few_hosts_are_left(monkeypatch, capsys):
     launcher = Launcher(monkeypatch, [failed()], dead=("b", "c"))
     assert run(RestartRule(2, places=HOSTS)) == 137
     assert len(launcher.commands) == 1

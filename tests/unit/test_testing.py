@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 import tfscale
-from tfscale.testing import FakeRanks, RankResult, pretend_rank, require_equal_ranks, require_ok
+from tfscale.testing import (
+    FakeRanks,
+    RankResult,
+    pretend_rank,
+    require_equal_ranks,
+    require_ok,
+    run_command,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +66,11 @@ def test_require_ok_shows_each_rank_that_failed():
     with pytest.raises(AssertionError, match="m:f, rank 1: failed\nwhy") as error:
         require_ok([RankResult("m:f", 0, "ok", "fine"), RankResult("m:f", 1, "failed", "why")])
     assert "fine" not in str(error.value)
+
+
+def test_commands_end_in_time_with_what_they_wrote():
+    words = [sys.executable, "-c", "import os; os.write(1, b'out'); os.write(2, b'err'); exit(3)"]
+    together, apart = run_command(words, 60), run_command(words, 60, errors_apart=True)
+    assert (together.exit_code, together.output, together.errors) == (3, "outerr", "")
+    assert (apart.exit_code, apart.output, apart.errors) == (3, "out", "err")
+    assert run_command(["sleep", "60"], timeout_s=0.1).exit_code is None

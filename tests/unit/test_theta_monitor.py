@@ -12,6 +12,7 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import make_data, make_model
 from tfscale.callbacks import BackupAndRestore, ThetaMonitor
 from tfscale.config import ConfigError
+from tfscale.files import write_json_lines
 from tfscale.launcher.cli import main
 from tfscale.measure.theta import write_report
 
@@ -71,16 +72,12 @@ def test_reports_are_written_again_from_the_record(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (tmp_path / "theta.md").read_text() == text
     assert (tmp_path / "theta.png").stat().st_size > 1000
-
-
-def test_curves_without_a_peak_are_named(tmp_path):
-    names = ("update", "epoch", "theta")
     for thetas, told in (
         ([1.0, 2.0, 3.0], "it has not peaked"),
         ([3.0, 2.0, None], "it falls from there on"),
     ):
-        rows = [dict(zip(names, (i + 1, i, theta), strict=True)) for i, theta in enumerate(thetas)]
-        (tmp_path / "theta.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"update": i + 1, "epoch": i, "theta": theta} for i, theta in enumerate(thetas)]
+        write_json_lines(tmp_path / "theta.jsonl", rows)
         assert told in write_report(tmp_path)
 
 

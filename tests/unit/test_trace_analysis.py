@@ -1,11 +1,10 @@
 """T_c, T_b and R against a computation of its own: moment by moment on a grid."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfscale.measure.analysis import Intervals, Key, Slot, analyse, find_busy, overlap_percent
+from tfscale.measure.analysis import Intervals, Key, Slot, analyse, find_busy
 
 NOTHING = {}
 
@@ -32,19 +31,6 @@ def times(slots, before=NOTHING, slowest=None, **options):
     return {t.slot.key.slot: (t.t_c, t.t_b, t.waiting) for t in found}
 
 
-def test_hidden_and_exposed_gradients():
-    """The first ends during back-propagation, which ends at 10; the second is exposed."""
-    slots = [slot(0, 2, 3, 8), slot(1, 10, 11, 15)]
-    assert times(slots) == {0: (5, 0, 0), 1: (5, 5, 0)}  # from 10: the rank waited already
-
-
-def test_gradients_under_way_together_are_charged_once():
-    slots = [slot(0, 2, 2, 12), slot(1, 6, 6, 14), slot(2, 10, 10, 13)]
-    found = times(slots)
-    assert sum(t_c for t_c, _, _ in found.values()) == 14 - 2
-    assert {k: t_b for k, (_, t_b, _) in found.items()} == {0: 2, 2: 1, 1: 1}
-
-
 def test_a_collective_that_others_need_blocks_from_the_moment_it_is_posted():
     slots = [slot(0, 2, 3, 6), slot(1, 10, 10, 10)]
     assert times(slots, needs(m1=[0]))[0] == (4, 4, 0)
@@ -63,12 +49,9 @@ def test_steps_of_one_execution_are_apart():
     assert find_busy(slots, NOTHING, 0).parts == [(0, 1), (4, 11)]
 
 
-def test_the_caller_waits_for_an_eager_collective():
+def test_the_caller_waits_for_an_eager_collective_but_not_for_what_ends_after_the_step():
     slots = [slot(0, 1, 2, 4, plan=-1), slot(1, 9, 9, 9), slot(2, 9, 9, 9, plan=-1)]
     assert times(slots)[0] == (3, 3, 0)
-
-
-def test_what_ends_after_the_step_did_not_block_it():
     slots = [slot(0, 10, 10, 14), slot(1, 10, 11, 30)]
     assert times(slots, step_end=15) == {0: (4, 4, 0), 1: (16, 0, 0)}
 
@@ -78,11 +61,6 @@ def test_waiting_for_the_slowest_rank():
     assert times(slots, slowest={Key(0, 0): 25})[0] == (20, 20, 14)
     assert times(slots, slowest={Key(0, 0): 5})[0] == (20, 20, 0)
     assert analyse(slots, Intervals(), {Key(0, 0): 25})[0].lead == 14
-
-
-def test_overlap_percent():
-    assert overlap_percent(0, 0) is None
-    assert overlap_percent(8, 2) == pytest.approx(75)
 
 
 @st.composite

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.helpers.launching import start_job
+from tests.helpers.launching import job_words, run_in_folder, write_script
 
 # Instead of `distribute`, which needs TensorFlow.
 STUB = """
@@ -82,21 +82,16 @@ def test_what_is_missing_is_named(folder):
 
 @pytest.mark.timeout(180)
 def test_a_job_prints_once_and_closes_with_its_communication(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
+    command = write_script(
+        tmp_path / "train.py",
         "import sys, keras, numpy as np\n"
         "x = np.random.normal(size=(64, 4))\n"
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
         "model.compile('adam', 'mse')\n"
-        "print('first', model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0).epoch)\n"
+        "print('first', model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0).epoch)\n",
     )
-    command = [sys.executable, str(script)]
-    job = start_job(["--distribute", "-np", "2"], command, {}, tmp_path / "output")
-    try:
-        assert job.process.wait(timeout=170) == 0, job.output_tail()
-    finally:
-        job.end()
-    lines = job.output_tail().splitlines()
-    assert lines.count("first [0, 1]") == 1
-    assert "% of the last steps was waiting for communication" in lines[-2]
-    assert lines[-1].startswith("tfscale: what to try next: ")
+    result = run_in_folder(job_words(["--distribute", "-np", "2"], command), tmp_path, 170)
+    assert result.exit_code == 0 and result.output.splitlines() == ["first [0, 1]"], result
+    *_, waiting, advice = result.errors.splitlines()
+    assert "% of the last steps was waiting for communication" in waiting
+    assert advice.startswith("tfscale: what to try next: ")

@@ -80,14 +80,9 @@ def test_each_seed_trains_with_each_compression_that_is_not_refused(tmp_path, mo
     assert made["command"].endswith(f"--seeds=2 --start-step=9 {script} --own")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--compressions none,int9", "--compressions must be different ones of none, fp16"),
-        ("--compressions none,none", "Received: --compressions='none,none'"),
-        ("--seeds 0", "--seeds must be 1 or more"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(words, told, tmp_path, capsys):
-    assert cli.main(["tune", "compression", *words.split(), "train.py"]) != 0
-    assert told in capsys.readouterr().err
+def test_what_cannot_be_compared_is_refused(capsys):
+    for words in ("--compressions=none,int9", "--compressions=none,none", "--seeds=0"):
+        assert cli.main(["tune", "compression", words, "train.py"]) != 0
+        name, _, value = words.partition("=")
+        told = capsys.readouterr().err
+        assert f"{name} must be" in told and value in told

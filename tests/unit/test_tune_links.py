@@ -30,26 +30,20 @@ def test_the_command_starts_ranks():
     assert json.loads(started[7]) == vars(options(model="a:b", max_spread=0.5))
 
 
-@pytest.mark.parametrize(
-    "words, text",
-    [
-        (["--input-shape", "48x48", "--model", "a:b"], "--input-shape must be numbers"),
-        (["--batch", "0"], "--batch must be 1 or more. Received: --batch=0"),
-        (["--max-spread", "-1"], "--max-spread must be 0 or more. Received: --max-spread=-1"),
-        (["--output", "a_file/machine.json"], "--output must name a file that can be written"),
-        (["-np", "1"], "A link has two ends"),
-        (
-            ["--output", "."],
-            "--output must name a file that can be written. Received: . (it is a folder)",
-        ),
-    ],
-)
-def test_what_cannot_be_is_told_before_ranks_start(words, text, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_is_told_before_ranks_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("")
-    with mock.patch.object(cli.Job, "run", side_effect=AssertionError("ranks were started")):
-        assert cli.main(["tune", "links", *words]) == 2
-    assert text in capsys.readouterr().err
+    for words, text in (
+        (["--input-shape", "48x48", "--model", "a:b"], "--input-shape must be"),
+        (["--batch", "0"], "--batch must be"),
+        (["--max-spread", "-1"], "--max-spread must be"),
+        (["--output", "a_file/machine.json"], "--output must name a file"),
+        (["--output", "."], "--output must name a file"),
+        (["-np", "1"], "A link has two ends"),
+    ):
+        with mock.patch.object(cli.Job, "run", side_effect=AssertionError("ranks were started")):
+            assert cli.main(["tune", "links", *words]) == 2
+        assert text in capsys.readouterr().err
 
 
 def test_spread_is_half_of_the_middle_half_and_noise_is_not_trusted():

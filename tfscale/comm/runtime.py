@@ -213,7 +213,7 @@ def leave() -> None:
 
 
 def known_process_sets() -> list[Any]:
-    """Return the job's list of process sets, to be extended; `shutdown` ends them."""
+    """Return the job's own list of process sets; callers append new ones, `shutdown` ends all."""
     return _current().process_sets
 
 

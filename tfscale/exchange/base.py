@@ -116,6 +116,6 @@ def resolve(exchange: Any) -> Exchange:
 
 
 def load(place: str) -> Any:
-    """Import "module:name": not before it is used, so that a tape needs no planner."""
+    """Return the object at "module:name", imported on first use: a tape needs no planner."""
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)

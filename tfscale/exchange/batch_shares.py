@@ -69,7 +69,7 @@ _last_weight: tf.Variable | None = None  # of the batch of the last step that ra
 
 
 def note_weight(share: Share) -> None:
-    """Note, whenever the step being traced runs, the weight of its batch."""
+    """Record the weight of the batch each time the step that is being traced runs."""
     global _last_weight
     if _last_weight is None:
         with tf.init_scope():

@@ -283,8 +283,13 @@ def _ranks_of(model: Any) -> list[int]:
 def _first_weights(model: Any, callbacks: set[str]) -> str:
     """Return a digest of the weights a model begins with, to be compared between ranks.
 
-    "" means not now: the model trains alone, one of the callbacks (names of classes) makes the
-    weights equal, or they are known in the first step only, which then compares them.
+    Args:
+        model: A compiled model.
+        callbacks: Names of the classes of its callbacks.
+
+    Returns:
+        The digest; "" where there is nothing to compare: the model trains on one rank, a callback
+        makes the weights equal, or the first step creates the weights and compares them itself.
     """
     distributed = distributed_of(optimizer_of(model))
     if distributed is None or callbacks & (_EQUALISING | _RESTORING) or not model.built:

@@ -111,7 +111,7 @@ def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[f
 
 
 class _Clock:
-    """State of a simulation; tasks are numbered, those of the first step first."""
+    """State of a simulation. Tasks of all steps are numbered, those of the first step first."""
 
     def __init__(self, steps: Sequence[Sequence[Task]], speeds: Speeds) -> None:
         self.tasks = [task for step in steps for task in step]

@@ -33,7 +33,10 @@ def widen(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def scale(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """Return factor * tensor: divided if it is 1 / n, else multiplied, and cut for integers."""
+    """Return factor * tensor, truncated for integers.
+
+    A factor of 1 / n divides by n, as Horovod does: the results differ in the last bit.
+    """
     divisor = round(1.0 / factor) if factor else 0
     if factor == 1.0:
         return tensor

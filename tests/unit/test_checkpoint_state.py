@@ -1,26 +1,20 @@
 """State that a checkpoint restores in optimizers, data and callbacks, and the callbacks' order."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-import tfscale
+from tests.helpers.ranks import require_identical
 from tests.unit.checkpoint_model import (
-    BATCH,
     STEPS,
     Act,
-    arrays,
+    Count,
     build,
     fit,
     interrupt,
     job,  # noqa: F401
     require_equal,
-    steps_in,
 )
-from tests.unit.test_backup import Count
 from tests.unit.test_global_batches import as_rank
 from tfscale.callbacks import (
     BackupAndRestore,
@@ -39,37 +33,32 @@ from tfscale.data.global_batches import restore_data
 from tfscale.fit.agreement import require_same_samples
 from tfscale.internals import keras as internals
 
-
-class _Scores(keras.callbacks.Callback):
-    def __init__(self, *scores):
-        super().__init__()
-        self.scores, self.weights = scores, {}
-
-    def on_epoch_end(self, epoch, logs=None):
-        logs["score"] = self.scores[epoch]
-        self.weights[epoch] = self.model.get_weights()
-
-
-def _best():
-    return keras.callbacks.EarlyStopping("score", patience=9, mode="min", restore_best_weights=True)
+callbacks, optimizers = keras.callbacks, keras.optimizers
 
 
 def test_the_best_epoch_is_sought_anew_where_its_weights_are_lost(tmp_path, caplog):
-    scores = _Scores(0.1, 0.5, 0.2, 0.3)
-    fit(Checkpoint(tmp_path), Act(STEPS + 1, interrupt), epochs=4, more=[scores, _best()])
-    model, _ = fit(Checkpoint(tmp_path), epochs=4, more=[scores, _best()])
+    weights = {}
+
+    def more():
+        def score(epoch, logs):
+            logs["score"] = (0.1, 0.5, 0.2, 0.3)[epoch]
+            weights[epoch] = best.model.get_weights()
+
+        options = {"patience": 9, "mode": "min", "restore_best_weights": True}
+        best = callbacks.EarlyStopping("score", **options)
+        return [callbacks.LambdaCallback(on_epoch_end=score), best]
+
+    fit(Checkpoint(tmp_path), Act(STEPS + 1, interrupt), epochs=4, more=more())
+    model, _ = fit(Checkpoint(tmp_path), epochs=4, more=more())
     # Neither epoch 0, whose weights are gone, nor the first of this run.
-    for own, wanted in zip(model.get_weights(), scores.weights[2], strict=True):
-        np.testing.assert_array_equal(own, wanted)
+    require_identical(model.get_weights(), weights[2])
     assert "EarlyStopping on rank 0 seeks the best epoch again" in caplog.text
 
 
 def test_averages_that_stand_in_for_weights_when_a_backup_is_written(tmp_path):
     def train(backup, act=None):
-        model = build()
-        model.optimizer.use_ema = True
-        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-        return fit(backup, act, model=model, more=[swap])[0]
+        model = build(optimizer=optimizers.Adam(0.01, use_ema=True))
+        return fit(backup, act, model=model, more=[callbacks.SwapEMAWeights(swap_on_epoch=True)])[0]
 
     whole = train(None)
     train(BackupAndRestore(str(tmp_path)), Act(2 * STEPS + 1, interrupt))
@@ -77,30 +66,18 @@ def test_averages_that_stand_in_for_weights_when_a_backup_is_written(tmp_path):
 
 
 def test_at_the_end_of_training_weights_and_averages_are_not_exchanged():
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    swap = callbacks.SwapEMAWeights(swap_on_epoch=True)
     swap._ema_weights_in_model = True
     for is_end, expected in ((False, True), (True, False)):
         (state,) = read_counters([swap], is_end)
         assert bool(state["numbers"]["_ema_weights_in_model"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("has_last_step", "steps_per_execution"), [(True, 1), (True, 3), (False, 1), (False, 3)]
-)
-def test_executions_are_counted_as_this_keras_does(monkeypatch, has_last_step, steps_per_execution):
+def test_executions_are_counted_as_this_keras_does(monkeypatch):
     """The second execution of an epoch ends: Keras 3.10 names its first step, later its last."""
-    monkeypatch.setattr(internals, "_HAS_LAST_STEP", has_last_step)
-    model = build()
-    model.compile(keras.optimizers.SGD(), "mse", steps_per_execution=steps_per_execution)
-    last = 2 * steps_per_execution - 1 if has_last_step else steps_per_execution
-    assert internals.steps_until(model, last) == 2 * steps_per_execution
-
-
-def test_data_goes_on_where_nothing_is_left_to_train(tmp_path):
-    fit(Checkpoint(tmp_path))
-    data = GlobalBatches(*arrays(), batch_size=BATCH // 2, seed=2)
-    _, steps = fit(Checkpoint(tmp_path), data=data)
-    assert (steps, data.epoch, data.batch_size) == ([], 3, BATCH // 2)
+    for has_last_step, together, named in ((1, 1, 1), (1, 3, 5), (0, 1, 1), (0, 3, 3)):
+        monkeypatch.setattr(internals, "_HAS_LAST_STEP", has_last_step)
+        assert internals.steps_until(build(steps_per_execution=together), named) == 2 * together
 
 
 @pytest.mark.parametrize(
@@ -112,10 +89,10 @@ def test_batches_that_other_ranks_cannot_share(caplog, size, first_step, expecte
     if expected is None:
         with pytest.raises(ConfigError, match="batches of 8"):
             restore_data(data, state, first_step)
-        return
-    restore_data(data, state, first_step)
-    assert (data.batch_size, data.epoch) == (expected, 5)
-    assert ("batches of 8, fit of 6" in caplog.text) == (first_step in (0, 1))
+    else:
+        restore_data(data, state, first_step)
+        assert (data.batch_size, data.epoch) == (expected, 5)
+        assert ("batches of 8, fit of 6" in caplog.text) == (first_step in (0, 1))
 
 
 def test_other_samples_are_told_apart_and_rounding_is_not():
@@ -135,56 +112,48 @@ def test_other_samples_are_told_apart_and_rounding_is_not():
         check({"a": x, "b": words}, {"a": x, "b": words[::-1]})
 
 
-optimizers, callbacks = keras.optimizers, keras.callbacks
+OTHERS = {
+    "Adamax .* Adam ": (build, lambda: build(optimizer=optimizers.Adamax(0.01))),
+    "Lion .* Adagrad": (
+        lambda: build(optimizer=optimizers.Adagrad(0.01)),
+        lambda: build(optimizer=optimizers.Lion(0.01)),
+    ),
+    r"velocity, momentum\); .* velocity, gradient\)": (
+        lambda: build(optimizer=optimizers.RMSprop(0.01, centered=True)),
+        lambda: build(optimizer=optimizers.RMSprop(0.01, momentum=0.9)),
+    ),
+    "LossScaleOptimizer of SGD with 6 .* the checkpoint has SGD with 2": (
+        lambda: build(optimizer=optimizers.SGD(0.01)),
+        lambda: build(optimizer=optimizers.LossScaleOptimizer(optimizers.SGD(0.01))),
+    ),
+    "must have the same model": (build, lambda: build(units=6)),
+}
 
 
-def with_optimizer(optimizer):
-    model = build()
-    model.compile(tfscale.DistributedOptimizer(optimizer), "mse", run_eagerly=True)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "text"),
-    [
-        (lambda: optimizers.Adam(0.01), lambda: optimizers.Adamax(0.01), "Adamax .* Adam "),
-        (lambda: optimizers.Adagrad(0.01), lambda: optimizers.Lion(0.01), "Lion .* Adagrad"),
-        (
-            lambda: optimizers.RMSprop(0.01, centered=True),
-            lambda: optimizers.RMSprop(0.01, momentum=0.9),
-            r"velocity, momentum\); .* velocity, gradient\)",
-        ),
-        (
-            lambda: optimizers.SGD(0.01),
-            lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.01)),
-            "LossScaleOptimizer of SGD with 6 .* the checkpoint has SGD with 2",
-        ),
-    ],
-)
-def test_another_optimizer_of_as_many_variables_is_refused(tmp_path, before, after, text):
-    fit(Checkpoint(tmp_path, 2), Act(3, interrupt), model=with_optimizer(before()))
+@pytest.mark.parametrize("text", OTHERS)
+def test_another_model_or_optimizer_is_refused(tmp_path, text):
+    """Also an optimizer of as many variables."""
+    own, other = OTHERS[text]
+    fit(Checkpoint(tmp_path, 2), Act(3, interrupt), model=own())
     with pytest.raises(ConfigError, match=text):
-        fit(Checkpoint(tmp_path, 2), model=with_optimizer(after()))
-    assert len(fit(Checkpoint(tmp_path, 2), model=with_optimizer(before()))[1]) == 12 - 2
+        fit(Checkpoint(tmp_path, 2), model=other())
+    assert len(fit(Checkpoint(tmp_path, 2), model=own())[1]) == 12 - 2
 
 
 def test_numbers_go_to_the_same_one_of_the_same_class(caplog):
     """Wherever in the list it is; those that find no partner are named."""
+    stop, plateau = callbacks.EarlyStopping, callbacks.ReduceLROnPlateau
 
     def waits(*values):
-        made = []
-        for kind, wait in values:
-            callback = kind("loss")
+        made = [kind("loss") for kind, _ in values]
+        for callback, (_, wait) in zip(made, values, strict=True):
             callback.wait = wait
-            made.append(callback)
         return made
 
-    stop, plateau = callbacks.EarlyStopping, callbacks.ReduceLROnPlateau
-    here = [callbacks.ModelCheckpoint("m.keras"), *waits((stop, 1), (plateau, 2), (stop, 3))]
-    states = read_counters(here)
+    saved = [callbacks.ModelCheckpoint("m.keras"), *waits((stop, 1), (plateau, 2), (stop, 3))]
+    states = read_counters(saved)
     here = waits((plateau, 0), (stop, 0), (stop, 0), (plateau, 7))
-    with caplog.at_level(logging.WARNING, logger="tfscale"):
-        restore_counters(here, states, is_own=True)
+    restore_counters(here, states, is_own=True)
     assert [callback.wait for callback in here] == [2, 1, 3, 7]
     assert [record.getMessage() for record in caplog.records] == [
         "ReduceLROnPlateau on rank 0 counts from 0: its numbers were not saved.",
@@ -204,17 +173,10 @@ def test_at_another_number_of_ranks_the_first_one_s_numbers_count(monkeypatch):
         assert Reader(parts).source == source
 
 
-class Begins(Count):
-    """Forgets an earlier `fit`, so its state must come before."""
-
-    def on_train_begin(self, logs=None):
-        self.n = 0
-
-
 @pytest.mark.parametrize("is_in_front", [False, True])
 def test_more_epochs_begin_with_their_own_learning_rate(tmp_path, is_in_front):
     def train(*checkpoint, epochs):
-        rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
+        rates = callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1))
         first, more = ([rates], []) if is_in_front else ([], [rates])
         return fit([*first, *checkpoint], epochs=epochs, more=more)[0]
 
@@ -222,43 +184,30 @@ def test_more_epochs_begin_with_their_own_learning_rate(tmp_path, is_in_front):
     require_equal(train(Checkpoint(tmp_path), epochs=4), train(epochs=4))
 
 
-def test_a_rate_in_front_that_follows_the_present_one(tmp_path):
-    def halve():
-        return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]
-
-    whole, _ = fit(halve())
-    fit([*halve(), Checkpoint(tmp_path, 1)], Act(6, interrupt))
-    require_equal(fit([*halve(), Checkpoint(tmp_path, 1)])[0], whole)
-
-
-class StopAfter(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = epoch == 1
-
-
-def test_a_stop_in_front_at_the_end_of_an_epoch_of_unknown_length(tmp_path):
-    data = tf.data.Dataset.from_tensor_slices(arrays()).batch(BATCH).filter(lambda *_: True)
-    fit([StopAfter(), Checkpoint(tmp_path)], data=data)
-    assert steps_in(tmp_path) == [8, 4]
-
-
 def test_best_weights_that_are_put_back_in_front(tmp_path):
     """The checkpoint has the last ones, wherever it stands."""
     last = []
-    best = keras.callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
-    note = keras.callbacks.LambdaCallback(
+    best = callbacks.EarlyStopping("loss", mode="max", restore_best_weights=True)
+    note = callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: last.append(note.model.get_weights())
     )
     model, _ = fit([note, best, Checkpoint(tmp_path)])
     assert not np.array_equal(model.get_weights()[0], last[-1][0])
     again, _ = fit([note, best, Checkpoint(tmp_path)], epochs=len(last))
-    for own, wanted in zip(again.get_weights(), last[-1], strict=True):
-        np.testing.assert_array_equal(own, wanted)
+    require_identical(again.get_weights(), last[-1])
+
+
+class Begins(Count):
+    """Forgets an earlier `fit`, so its state must come before."""
+
+    def on_train_begin(self, logs=None):
+        self.n = 0
 
 
 def test_a_state_that_would_come_too_late_is_refused(tmp_path):
     for restore, early, name in (
         (Checkpoint, Begins(), "Begins"),
+        (Checkpoint, BroadcastGlobalVariablesCallback(0), "BroadcastGlobalVariables"),
         (BackupAndRestore, Count(), "Count"),
         (BackupAndRestore, ParameterAveraging(), "ParameterAveraging"),
         (BackupAndRestore, RankZero(Begins()), "RankZero"),
@@ -271,11 +220,13 @@ def test_a_state_that_would_come_too_late_is_refused(tmp_path):
         fit([Checkpoint(tmp_path), BackupAndRestore(tmp_path)])
 
 
-def test_a_state_inside_of_rank_zero_is_in_the_checkpoint(tmp_path):
-    fit(Checkpoint(tmp_path), Act(9, interrupt), more=[RankZero(Begins())])
-    with pytest.raises(ConfigError, match=r"has the states of .*'RankZero\(Begins\)'"):
-        fit(Checkpoint(tmp_path), model=build(), more=[Begins()])
-    count = Begins()
-    count.on_train_begin = lambda logs=None: None
-    fit(Checkpoint(tmp_path), more=[RankZero(count)])
+@pytest.mark.parametrize("wrap", [lambda count: count, RankZero])
+@pytest.mark.parametrize("restore", [BackupAndRestore, Checkpoint])
+def test_a_callback_of_ones_own_goes_on(tmp_path, restore, wrap):
+    """It must be there again, and in the same wrapper."""
+    fit(restore(tmp_path), Act(9, interrupt), more=[wrap(Count())])
+    with pytest.raises(ConfigError, match=r"has the states of .*Count"):
+        fit(restore(tmp_path), more=[Count()] if wrap is RankZero else [])
+    count = Count()
+    fit(restore(tmp_path), more=[wrap(count)])
     assert (count.n, count.restored_at) == (3, 2)

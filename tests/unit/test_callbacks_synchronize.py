@@ -1,16 +1,70 @@
-"""Moving statistics over ranks; models that are hard to build; several optimizers."""
+"""Broadcast, consistency check and moving statistics, with ranks played by threads."""
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfscale
 from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
-from tests.unit.callback_models import compiled, data, fit, functional
+from tests.helpers.ranks import require_identical
+from tests.unit.callback_models import Deferred, TwoOptimizers, compiled, data, fit, functional
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, ConsistencyCheck, NonTrainableState
 from tfscale.checkpoints import variables as model_state
 from tfscale.config import ExchangeError
+
+
+def require_errors(results, *texts):
+    for error in results:
+        assert isinstance(error, ExchangeError) and all(text in str(error) for text in texts), error
+
+
+def test_different_models_are_an_error_on_all_ranks():
+    models = [compiled(Deferred(units)) for units in (2, 3)]
+    for model in models:
+        model(data(0)[0])
+    start = [BroadcastGlobalVariablesCallback(0)]
+    results = FakeRanks(2).run(lambda rank: fit(models[rank], start))
+    require_errors(results, "(3, 2)", "(3, 3) float32 trainable=True on rank 1")
+
+
+def alike(n, **options):
+    models = [compiled(functional(), **options) for _ in range(n)]
+    for model in models:
+        model.set_weights(models[0].get_weights())
+    return models
+
+
+def test_consistency_check_names_variable_and_ranks():
+    models = alike(3)
+
+    def disturb(epoch, logs):
+        if epoch == 1:
+            models[2].optimizer.learning_rate = 0.05
+
+    def body(rank):
+        disturbs = [keras.callbacks.LambdaCallback(on_epoch_begin=disturb)] * (rank == 2)
+        fit(models[rank], [BroadcastGlobalVariablesCallback(0), *disturbs], seed=0, epochs=3)
+
+    texts = ("at the end of epoch 2", "'hidden/kernel' on ranks [2]", "more variables")
+    require_errors(FakeRanks(3).run(body), *texts)
+
+
+def test_groups_compare_within_groups_only():
+    models = alike(4)
+    for rank, model in enumerate(models):
+        model.set_weights([np.full(w.shape, float(rank // 2)) for w in model.weights])
+
+    def check(groups):
+        def body(rank):
+            callback = ConsistencyCheck(groups=groups)
+            callback.set_model(models[rank])
+            callback.check("now")
+
+        return FakeRanks(4).run(body)
+
+    assert check([(0, 1), (2, 3)]) == [None] * 4
+    for groups in (None, [(0, 2), (1, 3)]):
+        require_errors(check(groups), "on ranks [2, 3]")
 
 
 def test_frozen_layers_seeds_and_counters_are_no_averaged_state():
@@ -21,46 +75,36 @@ def test_frozen_layers_seeds_and_counters_are_no_averaged_state():
     assert names == ["normalize/moving_mean", "normalize/moving_variance"]
 
 
-def alike(n):
-    models = [compiled(functional(), rate=0.0) for _ in range(n)]
-    for model in models:
-        model.set_weights(models[0].get_weights())
-    return models
+def moving_mean(model):
+    return model.get_layer("normalize").moving_mean
 
 
 @pytest.mark.parametrize("mode", ["average", "local"])
 def test_moving_statistics_are_united_before_validation(mode):
-    models = alike(3)
-    own = []
+    models = alike(3, rate=0.0)
+    own, at_validation = [], {}
     for seed, model in enumerate(models):
         fit(model, [], seed=seed)
-        own.append(model.get_layer("normalize").moving_mean.numpy().copy())
+        own.append(moving_mean(model).numpy())
     for model in models:
-        model.get_layer("normalize").moving_mean.assign([0.0, 0.0])
-    at_validation = [None] * 3
-
-    class Look(keras.callbacks.Callback):
-        def __init__(self, rank):
-            super().__init__()
-            self.rank = rank
-
-        def on_test_begin(self, logs=None):
-            mean = self.model.get_layer("normalize").moving_mean
-            at_validation[self.rank] = mean.numpy().copy()
+        moving_mean(model).assign([0.0, 0.0])
 
     def body(rank):
-        callbacks = [NonTrainableState(mode), Look(rank)]
+        def look(logs):
+            at_validation[rank] = moving_mean(models[rank]).numpy()
+
+        callbacks = [NonTrainableState(mode), keras.callbacks.LambdaCallback(on_test_begin=look)]
         fit(models[rank], callbacks, seed=rank, validation_data=data(9))
 
     assert FakeRanks(3).run(body) == [None] * 3
     expected = [np.mean(own, axis=0)] * 3 if mode == "average" else own
-    for mine, wanted in zip(at_validation, expected, strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-6, atol=1e-7)
+    for rank, wanted in enumerate(expected):
+        np.testing.assert_allclose(at_validation[rank], wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_a_rank_with_nan_is_left_out_of_the_average(caplog):
     """Variable by variable; where no rank has a finite value each keeps its own."""
-    models = [compiled(functional(), rate=0.0) for _ in range(3)]
+    models = alike(3)
     for rank, model in enumerate(models):
         layer = model.get_layer("normalize")
         layer.moving_mean.assign([float(rank), np.inf if rank == 1 else 5.0])
@@ -98,64 +142,37 @@ def test_statistics_of_a_run_with_a_skipped_step_are_those_without_it(options):
                                   Least(), layers.Dense(1)])  # fmt: skip
         optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), nonfinite="skip")
         model.compile(optimizer, "mse", **options)
-        callback = tfscale.callbacks.Callback()
-        model.fit(x, np.ones((len(x), 1)), 4, verbose=0, shuffle=False, callbacks=[callback])
-        return model, optimizer.n_skipped_steps
+        callbacks = [tfscale.callbacks.Callback()]
+        model.fit(x, np.ones((len(x), 1)), 4, verbose=0, shuffle=False, callbacks=callbacks)
+        return [v.numpy() for v in model.variables], optimizer.n_skipped_steps
 
     x, _ = data(3, samples=20)
     spoiled = np.insert(x, 8, [[np.nan] * 3, *[[1.0] * 3] * 3], axis=0)
     (with_it, n), (without, _) = train(spoiled), train(x)
     assert n == 1
-    for own, wanted in zip(with_it.variables, without.variables, strict=True):
-        np.testing.assert_array_equal(own.numpy(), wanted.numpy())
+    require_identical(with_it, without)
 
 
 @pytest.mark.parametrize("steps", ["unknown", "stopped", "outside of a list"])
 def test_moving_statistics_are_united_when_the_last_batch_is_not_known(steps):
-    models = alike(2)
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = True
+    models = alike(2, rate=0.0)
 
     def body(rank):
         x, y = data(rank)
-        callback = NonTrainableState()
+        unite, model = NonTrainableState(), models[rank]
+        stop = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: setattr(model, "stop_training", True)
+        )
         if steps == "unknown":
             batches = ((x[i : i + 4], y[i : i + 4]) for i in (0, 4))
-            models[rank].fit(batches, verbose=0, callbacks=[callback])
-        elif steps == "stopped":
-            fit(models[rank], [callback, Stop()], seed=rank)
+            model.fit(batches, verbose=0, callbacks=[unite])
         else:
-            fit(models[rank], callback, seed=rank)
-        return models[rank].get_layer("normalize").moving_mean.numpy()
+            fit(model, [unite, stop] if steps == "stopped" else unite, seed=rank)
+        return moving_mean(model).numpy()
 
     first, second = FakeRanks(2).run(body)
     np.testing.assert_array_equal(first, second)
     assert np.any(first != 0.0)
-
-
-class TwoOptimizers(keras.Model):
-    """A model whose train_step has an optimizer for each of two layers."""
-
-    def __init__(self, rate):
-        super().__init__()
-        self.first = keras.layers.Dense(2)
-        self.second = keras.layers.Dense(1)
-        self.others = [keras.optimizers.SGD(rate, momentum=0.5)]
-
-    def call(self, x):
-        return self.second(self.first(x))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(self(x) - tf.cast(y, tf.float32)))
-        first, second = self.first.trainable_variables, self.second.trainable_variables
-        gradients = tape.gradient(loss, first + second)
-        self.optimizer.apply(gradients[:2], first)
-        self.others[0].apply(gradients[2:], second)
-        return {"loss": loss}
 
 
 def test_all_optimizers_of_a_train_step_are_broadcast_and_checked():
@@ -175,7 +192,6 @@ def test_all_optimizers_of_a_train_step_are_broadcast_and_checked():
         check.set_model(models[rank])
         check.check("at last")
 
-    for error in FakeRanks(2).run(body):
-        assert isinstance(error, ExchangeError) and "momentum' on ranks [1]" in str(error)
+    require_errors(FakeRanks(2).run(body), "momentum' on ranks [1]")
     rates = [float(model.others[0].learning_rate.numpy()) for model in models]
     assert rates == [pytest.approx(0.2)] * 2
