@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from benchmarks.kernel_times import BACKWARD, FORWARD, by_pass, kernels_of
 from benchmarks.worker_gathers import shares_of
-from tests.helpers.fake_ranks import single_job  # noqa: F401
-from tfscale.comm.events import clock_ns
+from tests.helpers.single_job import single_job  # noqa: F401
+from tfscale.testing import inspect
 
 
 def test_kernels_are_told_apart_by_their_names():
@@ -42,9 +42,9 @@ def test_kernels_of_a_step_lie_within_it():
     times = []
 
     def run():
-        times.append(clock_ns())
+        times.append(inspect.clock_ns())
         step(x)
-        times.append(clock_ns())
+        times.append(inspect.clock_ns())
 
     passes = kernels_of("net", run)
     slack = 10_000_000  # between the two clocks; the process may be off the core meanwhile

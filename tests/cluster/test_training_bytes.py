@@ -15,7 +15,7 @@ import pytest
 
 import tfscale
 from tests.helpers.emulated_cluster import link_bytes, run_on_cluster
-from tfscale.comm import runtime
+from tfscale.testing import inspect
 
 pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
 SIZE = 4
@@ -100,14 +100,14 @@ def measure(strategy) -> dict[str, object]:
         model.train_on_batch(x, y)
     model.get_weights()  # waits for what is under way
     tfscale.barrier()
-    runtime.backend().take_events()
+    inspect.take_collectives()
     before = link_bytes()
     for _ in range(STEPS):
         model.train_on_batch(x, y)
     model.get_weights()
     tfscale.barrier()
     moved = (link_bytes() - before) / STEPS
-    events = [e for e in runtime.backend().take_events() if e.plan >= 0 and e.slot >= 0]
+    events = [e for e in inspect.take_collectives() if e.plan >= 0 and e.slot >= 0]
     every = [[float(b) for b in rank] for rank in tfscale.allgather_object(moved)]
     return {"bytes": every, "collectives": len(events) / STEPS}
 

@@ -12,9 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tfscale.testing import require_close, require_equal_ranks, require_identical
-
-__all__ = ["require_close", "require_equal_ranks", "require_identical"]
 
 
 def in_both_modes(body: Callable[..., Any], *arguments: Any) -> Iterator[Any]:

@@ -4,7 +4,7 @@ The cases are those of tests/parallel, where they run on the engine with 1 to 4 
 on the Horovod backend. A module without a name of a case stands for all that it has.
 """
 
-from tests.helpers.spawn import cases_of
+from tests.helpers.cases import cases_of
 
 _INTENTS = {
     # Horovod's Keras tests

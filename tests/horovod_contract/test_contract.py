@@ -7,9 +7,9 @@ import importlib.util
 
 import pytest
 
-from tests.helpers.spawn import spawn
 from tests.horovod_contract.intents import INTENTS
 from tests.parallel.test_parallel import HAS_ALL_SIZES, find_cases
+from tfscale.testing import spawn
 
 # A missing rank is an error after seconds, not minutes.
 ENVIRONMENT = {"TFSCALE_BACKEND": "horovod", "TFSCALE_STALL_SHUTDOWN_S": "30"}

@@ -16,9 +16,8 @@ import pytest
 
 import tfscale
 from tests.helpers.environment import QUIET
-from tests.helpers.worker import forget_process_sets
 from tests.parallel.test_parallel import find_cases
-from tfscale.comm import runtime
+from tfscale.testing import inspect
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(__file__).parent / "keras_mnist.py"
@@ -86,7 +85,7 @@ def test_a_script_made_for_horovod_runs(launch, tmp_path):
     script = tmp_path / "train.py"
     probe = (
         "\nfrom tfscale.comm import runtime\n"
-        "print(f'backend {runtime.backend().name}', flush=True)\n"
+        "print(f'backend {inspect.backend_name()}', flush=True)\n"
     )
     script.write_text(text.replace(HOROVOD_IMPORT, "import tfscale.keras as hvd") + probe)
     output = horovodrun(launch, script, tmp_path)
@@ -106,7 +105,7 @@ import tfscale
 from tfscale.comm import runtime
 
 tfscale.init()
-assert runtime.backend().name == "horovod"
+assert inspect.backend_name() == "horovod"
 
 @tf.function
 def step(x):
@@ -140,7 +139,7 @@ def test_collectives_where_there_is_no_mpi():
 def main() -> None:
     """Run the collectives that Horovod can pass; print their number."""
     tfscale.init()
-    print(f"backend {runtime.backend().name} .", flush=True)
+    print(f"backend {inspect.backend_name()} .", flush=True)
     cases = [c for c, size, _ in find_cases() if "collectives_" in c and size == tfscale.size()]
     for case in cases:
         module, _, name = case.partition(":")
@@ -148,7 +147,7 @@ def main() -> None:
         if not hasattr(function, "engine_only"):
             function()
             tfscale.barrier()
-            forget_process_sets()
+            inspect.forget_process_sets()
     print(f"rank {tfscale.rank()} has run {len(cases)} cases .", flush=True)
 
 

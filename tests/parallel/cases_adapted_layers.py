@@ -7,9 +7,10 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import InterruptAt, Interruption, float64, require_close, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import InterruptAt, Interruption, float64, require_error
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+from tfscale.testing import require_close
 
 N = 24
 X = np.random.default_rng(1).normal(3, 2, (N, 2))

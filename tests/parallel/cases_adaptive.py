@@ -9,23 +9,16 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import (
-    Interruption,
-    float64,
-    require_close,
-    require_equal_ranks,
-    shared_folder,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import Interruption, float64, shared_folder
 from tests.parallel.cases_equality import dense_model
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
 )
-from tfscale.comm import runtime
 from tfscale.data.slices import epoch_order
-from tfscale.internals.keras import replaced_call
+from tfscale.testing import inspect, require_close, require_equal_ranks
 
 SAMPLES, EPOCHS, START, MAXIMUM = 768, 9, 48, 384  # 3 growths by 2; multiples of 2, 3, 4 ranks
 SIZES = (48, 48, 96, 96, 192, 192, 384, 384, 384)
@@ -98,7 +91,7 @@ def mean_weights(models):
 
 def fit(make_optimizer, path, exchange="allreduce", extra=(), seed=3, **options):
     averages = [MetricAverageCallback()] if options.pop("metrics_are_averaged", True) else []
-    keras.utils.set_random_seed(seed + runtime.rank())
+    keras.utils.set_random_seed(seed + tfscale.rank())
     model = dense_model()
     model.compile(tfscale.DistributedOptimizer(make_optimizer(), exchange=exchange), "mse")
     x, y = arrays()
@@ -206,7 +199,7 @@ def case_dense_layers_follow_the_batch():
             model.compile(tfscale.DistributedOptimizer(adam(), exchange=exchange), "mse")
             note = keras.callbacks.LambdaCallback(
                 on_train_batch_end=lambda batch, logs, layer=layers[0]: calls.append(
-                    type(replaced_call(layer)).__name__
+                    inspect.dense_route(layer)
                 )
             )
             callbacks = [tfscale.callbacks.BatchSizeSchedule({1: 24, 2: 6}), note]
@@ -214,8 +207,8 @@ def case_dense_layers_follow_the_batch():
             model.fit(data, epochs=3, verbose=0, callbacks=callbacks, validation_data=(x, y))
             results.append(model.variables)
         require_close(*results, atol=1e-12)
-    partial = ["PartialCall"] * 8
-    assert calls[-18:] == [*partial, *["NoneType"] * 2, *partial], calls
+    partial = ["partial"] * 8
+    assert calls[-18:] == [*partial, *["weights"] * 2, *partial], calls
 
 
 @sizes(2, 3, 4, timeout_s=120)

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import float64, require_close, require_equal_ranks, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import float64, require_error
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
@@ -16,6 +16,7 @@ from tfscale.callbacks import (
 )
 from tfscale.data.slices import count_active, epoch_order
 from tfscale.measure.growth import noise_scale
+from tfscale.testing import require_close, require_equal_ranks
 
 SAMPLES = 96
 

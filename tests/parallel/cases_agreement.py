@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.cases import sizes
 from tests.helpers.ranks import outcome
-from tests.helpers.spawn import sizes
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
     AdaptiveBatchSize,
@@ -21,7 +21,6 @@ from tfscale.callbacks import (
     RankZero,
 )
 from tfscale.data import GlobalBatches
-from tfscale.fit import agreement
 
 BATCH, N = 4, 16
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -66,7 +65,9 @@ def growing(**settings):
 
 
 def other_versions():
-    with mock.patch.object(agreement, "versions", lambda: "tfscale 2" if is_odd() else "tfscale 1"):
+    with mock.patch(
+        "tfscale.fit.agreement.versions", lambda: "tfscale 2" if is_odd() else "tfscale 1"
+    ):
         train()
 
 

@@ -6,13 +6,14 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import dtype_policy, require_equal_ranks, shared_folder
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import dtype_policy, shared_folder
 from tests.parallel.cases_equality import TOLERANCE, float64
 from tfscale.callbacks import Callback
 from tfscale.exchange.auto import Mixed, strategy_of
 from tfscale.measure.auto import table_of
 from tfscale.plan.parts import LayerPart, LayerPlan, bucketed
+from tfscale.testing import inspect, require_equal_ranks
 
 BATCH, STEPS = 24, 12
 RULES = {
@@ -139,9 +140,9 @@ def case_a_mixture_is_what_it_says():
     optimizer = model.optimizer
     cut = {v.path.split("/")[0] for v in optimizer.executor.shards.cut}
     assert cut == {"partly", "one", "other"}, cut
-    calls = {name: type(vars(model.get_layer(name)).get("call")).__name__ for name in cut}
-    assert calls["partly"] == "PartialCall" and calls["one"] == "NoneType", calls
-    assert type(vars(model.get_layer("wholly"))["call"]).__name__ == "ReplicatedCall"
+    calls = {name: inspect.dense_route(model.get_layer(name)) for name in cut}
+    assert calls["partly"] == "partial" and calls["one"] == "weights", calls
+    assert inspect.dense_route(model.get_layer("wholly")) == "replicated"
     report = optimizer.memory_report()
     assert report["state"] < report["complete_state"], report
     require_same(model, single)

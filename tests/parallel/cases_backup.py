@@ -8,16 +8,15 @@ import keras
 import numpy as np
 
 import tfscale
+from tests.helpers.cases import sizes
 from tests.helpers.ranks import (
     InterruptAt,
     Interruption,
     StopAt,
     float64,
     require_error,
-    require_identical,
     shared_folder,
 )
-from tests.helpers.spawn import sizes
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,
@@ -25,7 +24,7 @@ from tfscale.callbacks import (
     RankZero,
 )
 from tfscale.checkpoints import list_checkpoints
-from tfscale.comm import runtime
+from tfscale.testing import require_identical
 
 BATCH = 12
 
@@ -62,10 +61,10 @@ def interrupt_and_go_on(exchange=lambda: "allreduce", more=list, earlier=0, **op
 
     def run(seed, *callbacks, **place):
         callbacks = [*callbacks, *more()]
-        return train(callbacks, seed + runtime.rank(), exchange(), **place, **options)
+        return train(callbacks, seed + tfscale.rank(), exchange(), **place, **options)
 
     folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-    own_folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+    own_folder = folder if tfscale.rank() == 0 else f"{folder}-not-there-{tfscale.rank()}"
     with float64():
         expected = run(1, earlier_epochs=earlier)
         run(1, BackupAndRestore(own_folder), InterruptAt(2), earlier_epochs=earlier)
@@ -121,13 +120,13 @@ def case_a_state_inside_of_rank_zero():
             count = Count()
             train([restore(folder / name), RankZero(count)], 1)
             restored = tfscale.allgather_object((vars(count).get("restored"), vars(count).get("n")))
-            assert restored == [(2, 4), *[(None, None)] * (runtime.size() - 1)], (name, restored)
+            assert restored == [(2, 4), *[(None, None)] * (tfscale.size() - 1)], (name, restored)
 
 
 @sizes(2, timeout_s=60)
 def case_what_is_refused():
     """Keras's own backup, and a state that comes too late on one rank: others would wait for it."""
-    early = [Count()] if runtime.rank() == 1 else []
+    early = [Count()] if tfscale.rank() == 1 else []
     with shared_folder() as folder:
         theirs = keras.callbacks.BackupAndRestore(folder / "keras")
         for callbacks, *texts in (

@@ -7,15 +7,9 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfscale
+from tests.helpers.cases import sizes
 from tests.helpers.models import Deferred, functional
-from tests.helpers.ranks import (
-    StopAt,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-    shared_folder,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.ranks import StopAt, require_error, shared_folder
 from tfscale import DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
@@ -24,8 +18,8 @@ from tfscale.callbacks import (
     RankZero,
     Synchronize,
 )
-from tfscale.checkpoints import variables as model_state
 from tfscale.data import GlobalBatches
+from tfscale.testing import require_equal_ranks, require_identical
 
 
 def compiled(model, optimizer=None, metrics=()):
@@ -65,7 +59,7 @@ class WeightsBeforeFirstStep(keras.callbacks.Callback):
 
         def first(iterator):
             if self.seen is None:
-                state = self.model.weights + model_state.optimizer_variables(self.model)
+                state = self.model.weights + self.model.optimizer.variables
                 self.seen = [v.numpy().copy() for v in state]
             return step(iterator)
 
@@ -85,7 +79,7 @@ def case_last_rank_is_root():
         for _, theirs in every:
             require_identical(theirs, every[root][1])
         require_identical(before.seen[: len(kernels)], every[root][0])
-        require_equal_ranks([*model.weights, *model_state.optimizer_variables(model)])
+        require_equal_ranks([*model.weights, *model.optimizer.variables])
 
 
 @sizes(2, 3)

@@ -8,15 +8,8 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import (
-    InterruptAt,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-    shared_folder,
-    values_of,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import InterruptAt, require_error, shared_folder, values_of
 from tests.parallel.cases_backup import train
 from tests.parallel.cases_equality import BATCH, float64
 from tests.parallel.cases_nonfinite import BAD, data
@@ -25,7 +18,7 @@ from tfscale import preemption
 from tfscale.callbacks import BackupAndRestore
 from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
-from tfscale.comm import runtime
+from tfscale.testing import require_equal_ranks, require_identical
 
 N_STEPS = 15
 
@@ -172,7 +165,7 @@ def swap(folder, one, other):
 
 class Break(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        if epoch == 2 and runtime.rank() == 1:
+        if epoch == 2 and tfscale.rank() == 1:
             weight = self.model.trainable_variables[0]
             weight.assign(np.full(weight.shape, np.nan))
 
@@ -183,7 +176,7 @@ def case_what_rank_0_cannot_list_and_what_one_rank_has_broken():
     look = os.listdir
 
     def refuse(path="."):
-        if runtime.rank() == 0 and str(path) == str(hidden):
+        if tfscale.rank() == 0 and str(path) == str(hidden):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return look(path)
 
@@ -199,7 +192,7 @@ def case_what_rank_0_cannot_list_and_what_one_rank_has_broken():
                 require_error(lambda: Run().train(folder), "ConfigError", text)
         finally:
             os.listdir = look
-        own = folder / f"rank-{runtime.rank()}"
+        own = folder / f"rank-{tfscale.rank()}"
         require_error(lambda: Run().train(own), "a directory that all ranks write to", "rank 1")
 
 
@@ -210,7 +203,7 @@ def case_a_callback_that_one_rank_has():
     with shared_folder() as folder:
 
         def callbacks(data):
-            own = [keras.callbacks.ModelCheckpoint(folder / "m.keras")] * (runtime.rank() == 0)
+            own = [keras.callbacks.ModelCheckpoint(folder / "m.keras")] * (tfscale.rank() == 0)
             lower = keras.callbacks.ReduceLROnPlateau("loss", patience=2, mode="max", min_lr=1e-9)
             return [*own, lower]
 
@@ -266,9 +259,9 @@ def case_a_skipped_step_leaves_statistics_finite():
 def case_a_backup_that_rank_0_cannot_read():
     """The other ranks do not wait for it; nor where they cannot even be told of a folder."""
     with shared_folder() as folder:
-        own = folder / f"of-rank-{runtime.rank()}"
-        train([BackupAndRestore(own), InterruptAt(2)], 1 + runtime.rank())
-        if runtime.rank() == 0:
+        own = folder / f"of-rank-{tfscale.rank()}"
+        train([BackupAndRestore(own), InterruptAt(2)], 1 + tfscale.rank())
+        if tfscale.rank() == 0:
             for path in own.glob("step-*/rank-00001.safetensors"):
                 path.write_bytes(b"")
             (folder / "file").touch()

@@ -8,11 +8,10 @@ import pytest
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.spawn import engine_only, sizes
+from tests.helpers.cases import engine_only, sizes
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, check, conv_model, float64
-from tfscale.comm import runtime
-from tfscale.comm.events import Listener
 from tfscale.config import PlanError
+from tfscale.testing import inspect
 
 
 @functools.cache
@@ -65,7 +64,7 @@ def case_the_first_chunk_is_measured():
         model.compile(optimizer=optimizer, loss="mse")
         x, y = np.ones((14 * BATCH, 6)), np.ones((14 * BATCH, 3))
         data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH)
-        listener = Listener()
+        listener = inspect.listen()
         start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(data, verbose=0, callbacks=[start])
         events = listener.take()
@@ -95,15 +94,15 @@ def case_bytes_and_number_of_collectives():
         )
         model.compile(optimizer=optimizer, loss="mse")
         tfscale.prepare(model)
-        n_local = BATCH // runtime.size()
+        n_local = BATCH // tfscale.size()
         x, y = np.ones((n_local, 6)), np.ones((n_local, 3))
         model.train_on_batch(x, y)
-        runtime.backend().take_events()
+        inspect.take_collectives()
         model.evaluate(x, y, verbose=0)
         model.predict(x, verbose=0)
-        assert not runtime.backend().take_events()
+        assert not inspect.take_collectives()
         model.train_on_batch(x, y)
-        events = [e for e in runtime.backend().take_events() if e.slot >= 0]
+        events = [e for e in inspect.take_collectives() if e.slot >= 0]
     assert len(events) == 2 * 2 + 2
     rows = (6 + 12) * n_local + (3 + 5) * 4 * n_local
     rest = 20 * 8 + 8 + 8 * 3 + 3

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.cases import engine_only, sizes
 from tests.helpers.ranks import in_both_modes, require_error
-from tests.helpers.spawn import engine_only, sizes
 from tfscale import Average, Max, Min, Product, Sum
 
 rank, size = tfscale.rank(), tfscale.size()  # only ranks import this

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.cases import sizes
 from tests.helpers.ranks import in_both_modes, require_error
-from tests.helpers.spawn import sizes
 from tests.parallel.cases_collectives_reduce import gradients, plain
 from tfscale import Average, Max, Sum
 

@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import in_both_modes, outcome, require_equal_ranks, require_error
-from tests.helpers.spawn import engine_only, sizes
+from tests.helpers.cases import engine_only, sizes
+from tests.helpers.ranks import in_both_modes, outcome, require_error
 from tfscale import Average, Max, Sum
-from tfscale.comm import eager
+from tfscale.testing import inspect, require_equal_ranks
 
 rank, size = tfscale.rank(), tfscale.size()  # only ranks import this
 
@@ -192,7 +192,7 @@ def case_collectives_in_sessions_of_tensorflow_1():
 
 def forget_steps() -> None:
     """Let join be tested in a process that has trained before."""
-    eager._has_traced_gradients = False
+    inspect.forget_training()
 
 
 def case_join_with_different_numbers_of_steps():

@@ -4,8 +4,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.cases import sizes
 from tests.helpers.ranks import in_both_modes, require_error
-from tests.helpers.spawn import sizes
 from tests.parallel.cases_collectives_reduce import plain, ramp, rank_sum
 from tfscale import Average, Compression, Min, Sum
 

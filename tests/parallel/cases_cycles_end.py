@@ -6,15 +6,9 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import (
-    StopAt,
-    float64,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-    shared_folder,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import StopAt, float64, require_error, shared_folder
+from tfscale.testing import require_equal_ranks, require_identical
 
 PASSES, BATCHES = 4, 12
 

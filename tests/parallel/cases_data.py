@@ -5,12 +5,13 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.cases import sizes
 from tests.helpers.models import classifier
-from tests.helpers.ranks import float64, require_close, require_equal_ranks, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.ranks import float64, require_error
 from tfscale.callbacks import Callback
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
+from tfscale.testing import require_close, require_equal_ranks
 
 SAMPLES = 96
 BATCH_SIZES = (12, 24, 48, 48)  # per epoch; multiples of 1, 2, 3 and 4 ranks

@@ -9,22 +9,19 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_identical
-from tests.helpers.spawn import engine_only, sizes
+from tests.helpers.cases import engine_only, sizes
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import BATCH, OPTIMIZERS, float64
 from tests.parallel.cases_equality import check as check_whole
 from tests.parallel.cases_sharded import check
 from tests.parallel.cases_sharded_dense import DENSE, compiled
-from tfscale.comm import runtime
 from tfscale.config import PlanError
-from tfscale.exchange.dense import PartialCall, ReplicatedCall
+from tfscale.testing import inspect, require_close, require_identical
 
 
 def routes(model: keras.Model) -> list[str]:
-    names = {PartialCall: "partial", ReplicatedCall: "replicated"}
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Dense)]
-    return [names.get(type(vars(layer).get("call")), "weights") for layer in layers]
+    return [inspect.dense_route(layer) for layer in layers]
 
 
 class Transposed(keras.layers.Layer):
@@ -91,7 +88,7 @@ def case_auto_follows_the_batch_size():
 def case_bytes_and_number_of_collectives():
     """Per layer n_in of its samples to each rank and n_out of all; biases send no gradients."""
     layers = ((6, 12, 1), (3, 5, 4), (20, 8, 1), (8, 3, 1))  # inputs, outputs, positions
-    n_local = BATCH // runtime.size()
+    n_local = BATCH // tfscale.size()
     for route in DENSE:
         with float64():
             model = compiled(mlp(), tfscale.Sharded(dense=route))
@@ -99,18 +96,18 @@ def case_bytes_and_number_of_collectives():
             x, y = np.ones((n_local, 6)), np.ones((n_local, 3))
             model.train_on_batch(x, y)
             model.get_weights()  # waits for the parameters
-            runtime.backend().take_events()
+            inspect.take_collectives()
             model.evaluate(x, y, verbose=0)
             model.predict(x, verbose=0)
-            assert not runtime.backend().take_events()
+            assert not inspect.take_collectives()
             model.train_on_batch(x, y)
             model.get_weights()
-            events = [e for e in runtime.backend().take_events() if e.slot >= 0]
+            events = [e for e in inspect.take_collectives() if e.slot >= 0]
         bytes_of = {word: [] for word in ("activations", "errors", "gradients", "parameters")}
         for event in events:
-            words = runtime.backend().slot_name(event.plan, event.slot).split(" ")
+            words = event.name.split(" ")
             next(bytes_of[word] for word in bytes_of if word in words).append(event.bytes)
-        chosen = [x for x in layers if route == "replicated" or x[0] >= runtime.size()]
+        chosen = [x for x in layers if route == "replicated" or x[0] >= tfscale.size()]
         rest = [x for x in layers if x not in chosen]
         assert sorted(bytes_of["activations"]) == sorted(8 * n * p * n_local for n, _, p in chosen)
         assert sorted(bytes_of["errors"]) == sorted(8 * n * p * n_local for _, n, p in chosen)

@@ -15,15 +15,10 @@ import tensorflow as tf
 from keras import layers
 
 import tfscale
-from tests.helpers.ranks import (
-    float64,
-    require_close,
-    require_error,
-    require_identical,
-    shared_folder,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import float64, require_error, shared_folder
 from tfscale.optimizer.saving import alone
+from tfscale.testing import require_close, require_identical
 
 SEED = 5
 RNG = np.random.default_rng(0)

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.cases import sizes
 from tests.helpers.grid_exchange import EXCHANGES
-from tests.helpers.ranks import float64, require_identical
-from tests.helpers.spawn import sizes
+from tests.helpers.ranks import float64
+from tfscale.testing import require_identical
 
 BATCH, STEPS, TOLERANCE = 24, 10, 1e-10
 OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {

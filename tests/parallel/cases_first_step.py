@@ -6,12 +6,13 @@ import keras
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import require_error
 from tests.parallel.cases_nonfinite import BATCH, data
 from tests.parallel.cases_warnings import TOLD, warnings_of_ranks
 from tfscale import Chunked, DistributedOptimizer, Sharded
 from tfscale.callbacks import MetricAverageCallback
+from tfscale.testing import require_equal_ranks
 
 SGD = keras.optimizers.SGD
 

@@ -10,17 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import outcome, require_identical
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import require_engine, sizes
+from tests.helpers.ranks import outcome
 from tests.parallel.futures_model import Posts, Subject, X, Y, build
 from tests.parallel.parameter_reads import WAYS
-from tfscale.comm import runtime
-from tfscale.comm.backends.base import MarkKind
-from tfscale.comm.eager import has_stopped
-from tfscale.internals.keras import raw_variable
 from tfscale.optimizer import futures
+from tfscale.testing import inspect, require_identical
 
-ENGINE_ONLY = "nothing is posted past the end of a step"
+require_engine("nothing is posted past the end of a step")
 
 
 @sizes(2, 3, timeout_s=240)
@@ -162,11 +159,11 @@ def case_xla_cannot_wait():
 
 
 def num_pending() -> int:
-    return runtime.backend()._library.call("num_pending")
+    return inspect.pending_gathers()
 
 
 def num_failed() -> int:
-    return runtime.backend()._library.call("num_failed")
+    return inspect.failed_gathers()
 
 
 def post_without_last_rank(*posts: Posts) -> str:
@@ -177,19 +174,19 @@ def post_without_last_rank(*posts: Posts) -> str:
         futures.drain(each.variables)
     tfscale.barrier()
     if tfscale.rank() == last:
-        runtime.backend().mark(MarkKind.STOP)
+        inspect.leave_steps()
     else:
         for each in posts:
             each.run(tf.constant(2.0))
-        runtime.backend().drain()
-        runtime.backend().mark(MarkKind.STOP)
+        inspect.wait_for_gathers()
+        inspect.leave_steps()
     return f"rank {last} stopped"
 
 
 def start_anew() -> None:
     """Continue after gathers were given up, as the next `fit` does."""
     tfscale.barrier()
-    runtime.start_incarnation()
+    inspect.return_to_steps()
 
 
 def require_values(posts: Posts, step: int, read=lambda v: v) -> None:
@@ -202,7 +199,7 @@ def case_a_gather_that_is_given_up():
     model, posts = subject.model, subject.posts
     model.predict(X, verbose=0)
     why = post_without_last_rank(posts)
-    require_values(posts, 1, raw_variable)
+    require_values(posts, 1, inspect.raw_variable)
     if tfscale.rank() < tfscale.size() - 1:
         assert num_failed() == len(posts.variables)
         for v in posts.variables:
@@ -214,7 +211,7 @@ def case_a_gather_that_is_given_up():
             try:
                 read()
             except tf.errors.AbortedError as error:
-                assert has_stopped(error.message) and why in error.message
+                assert why in error.message
             else:
                 raise AssertionError("no error")
         # What is assigned is there; the other variables are as before.
@@ -264,7 +261,7 @@ def case_nothing_is_left_of_deleted_variables():
     posts.post_late(1, 0)
     del variables, posts
     gc.collect()
-    runtime.backend().drain()
+    inspect.wait_for_gathers()
     assert num_pending() == 0 and num_failed() == 0
 
 

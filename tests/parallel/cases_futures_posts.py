@@ -16,20 +16,14 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import (
-    in_both_modes,
-    require_equal_ranks,
-    require_identical,
-    shared_folder,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import require_engine, sizes
+from tests.helpers.ranks import in_both_modes, shared_folder
 from tests.parallel.futures_model import Posts, Subject
-from tfscale.comm import runtime
-from tfscale.comm.backends.base import Backend, Call, Reduction
-from tfscale.internals.keras import raw_variable
+from tfscale.comm.backends.base import Backend, Reduction
 from tfscale.optimizer import futures
+from tfscale.testing import inspect, require_equal_ranks, require_identical
 
-ENGINE_ONLY = "nothing is posted past the end of a step"
+require_engine("nothing is posted past the end of a step")
 
 SHAPES = ((), (1,), (0,), (7,), (16,), (17,), (0, 3), (3, 5, 7), (1001,))
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -71,7 +65,7 @@ def case_scatter_reduce():
     """
 
     class Waiting(Backend):
-        allreduce = runtime.backend().allreduce
+        allreduce = inspect.backend().allreduce
 
     rank, size = tfscale.rank(), tfscale.size()
     shapes, total = ((3, 5), (), (0,), (7,), (1000,)), 1023
@@ -81,11 +75,11 @@ def case_scatter_reduce():
     for counts in (even, [total] + [0] * (size - 1)):
         expected = flat[sum(counts[:rank]) : sum(counts[: rank + 1])]
         for dtype, backend in itertools.product(
-            ("float64", "int32"), (runtime.backend(), Waiting())
+            ("float64", "int32"), (inspect.backend(), Waiting())
         ):
 
             def reduce(dtype=dtype, counts=counts, backend=backend):
-                call, tensors = Call(runtime.world(), "g"), [tf.cast(a, dtype) for a in every[rank]]
+                call, tensors = inspect.call("g"), [tf.cast(a, dtype) for a in every[rank]]
                 return backend.scatter_reduce(tensors, counts, call, Reduction(prescale=2.0))
 
             for result in in_both_modes(reduce):
@@ -138,7 +132,7 @@ def case_the_wrong_layout_is_refused():
     futures.make_futures(posts.variables)
     (layout,) = posts.layouts
     near, far = (tuple(o + n for o in layout.offsets) for n in (1, layout.length))
-    call = Call(runtime.world(), "wrong")
+    call = inspect.call("wrong")
     for text, wrong in (
         ("multiples of 64 bytes", {"offsets": near, "length": layout.length + 64}),
         ("variables lie in the buffer", {"offsets": far}),
@@ -147,7 +141,7 @@ def case_the_wrong_layout_is_refused():
         own = [tf.zeros([p.count]) for p in layout.pieces(tfscale.rank())]
         bad = dataclasses.replace(layout, **wrong)
         with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-            runtime.backend().post_gather(own, posts.variables, bad, call)
+            inspect.backend().post_gather(own, posts.variables, bad, call)
     posts.post(1)
     require(posts, 1)
 
@@ -203,11 +197,13 @@ def sharded_model(gate: Gate) -> keras.Model:
 @contextlib.contextmanager
 def holding(kernel: keras.Variable | None, wait: Callable[[Any], Any]) -> Iterator[None]:
     """Let the gather of one parameter, or of all, that is traced meanwhile wait first."""
-    backend = runtime.backend()
+    backend = inspect.backend()
     post = backend.post_gather
 
     def post_held(pieces, *rest):
-        if kernel is None or any(raw_variable(v) is raw_variable(kernel) for v in rest[0]):
+        if kernel is None or any(
+            inspect.raw_variable(v) is inspect.raw_variable(kernel) for v in rest[0]
+        ):
             pieces = [tf.py_function(wait, [piece], piece.dtype) for piece in pieces]
         post(pieces, *rest)
 
@@ -252,7 +248,7 @@ def case_training_goes_on_before_the_last_gather_has_ended():
         assert not gate.has_timed_out
         require_equal_ranks(model.trainable_variables)
         futures.drain(model.variables)
-        np.testing.assert_array_equal(read(), raw_variable(kernel).numpy())
+        np.testing.assert_array_equal(read(), inspect.raw_variable(kernel).numpy())
 
 
 def trained(wait: Callable[[Any], Any], n_steps: int = 60) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 N_PLANS, N_CALLS, N_RUNS = 50, 10, 20

@@ -8,19 +8,11 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import (
-    StopAt,
-    require_close,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import engine_only, sizes
+from tests.helpers.ranks import StopAt, require_error
 from tests.parallel.cases_equality import EmbeddingModel, float64
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, ParameterAveraging
-from tfscale.comm import runtime
-from tfscale.comm.events import Listener, has_events
-from tfscale.exchange.dense import why_not
+from tfscale.testing import inspect, require_close, require_equal_ranks, require_identical
 
 BATCH, STEPS, START = 12, 4, [BroadcastGlobalVariablesCallback(0)]
 
@@ -143,7 +135,7 @@ def case_vectorised_layers_send_weight_gradients():
             model.fit(data, verbose=0, callbacks=[Callback()])
             require_equal_ranks(model.trainable_variables)
             results.append(model.get_weights())
-            assert "call" not in vars(inner) and not why_not(inner)
+            assert inspect.dense_route(inner) == "weights"
         for weights in results[1:]:
             require_close(weights, results[0])
 
@@ -161,11 +153,10 @@ def case_sparse_gradients_of_any_length_in_eager_steps():
     np.testing.assert_allclose(table.numpy(), np.repeat(expected, 2, 1), rtol=1e-6)
 
 
+@engine_only("it starts what is ready")
 @sizes(2, timeout_s=60)
 def case_embeddings_do_not_keep_other_gradients_waiting():
-    if not has_events():
-        return  # Horovod starts what is ready
-    listener = Listener()
+    listener = inspect.listen()
     keras.utils.set_random_seed(1)
     model = EmbeddingModel()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
@@ -174,7 +165,7 @@ def case_embeddings_do_not_keep_other_gradients_waiting():
     events = listener.take()
     listener.close()
     keys = {(int(e["plan"]), int(e["slot"])) for e in events[events["plan"] >= 0]}
-    names = {key: runtime.backend().slot_name(*key) for key in keys}
+    names = {key: inspect.name_of(*key) for key in keys}
     sparse = [key for key, name in names.items() if "embedding" in name]
     assert sparse, names
     others = keys - set(sparse)

@@ -8,16 +8,10 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import (
-    require_close,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-    shared_folder,
-    values_of,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import require_error, shared_folder, values_of
 from tests.parallel.cases_equality import densify
+from tfscale.testing import require_close, require_equal_ranks, require_identical
 
 BATCH, STEPS, WORDS = 4, 4, 12
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam

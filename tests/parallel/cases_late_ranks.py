@@ -9,9 +9,8 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
 from tests.parallel.cases_fit import assert_equal_on_all_ranks, callbacks, samples, weights
-from tfscale.comm import runtime
 
 
 class TwoOptimizers(keras.Model):
@@ -60,15 +59,15 @@ class TwoOptimizers(keras.Model):
 def case_two_optimizers_and_delays():
     """200 steps; ranks are late at random places, never in the same order."""
     keras.utils.set_random_seed(5)
-    model = TwoOptimizers(random.Random(runtime.rank()))
-    x = samples(800 * runtime.size())[0].astype("float32")
+    model = TwoOptimizers(random.Random(tfscale.rank()))
+    x = samples(800 * tfscale.size())[0].astype("float32")
     y = x.sum(axis=1, keepdims=True)
     before = float(np.mean((model(x) - y) ** 2))
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(1e-2), exchange=tfscale.Allreduce(bucket_mb=0)
     )
     model.compile(optimizer=optimizer)
-    data = tfscale.data.GlobalBatches(x, y, batch_size=8 * runtime.size(), seed=1)
+    data = tfscale.data.GlobalBatches(x, y, batch_size=8 * tfscale.size(), seed=1)
     history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks())
     assert int(model.optimizer.iterations) == 200
     assert int(model.other.iterations) == 200

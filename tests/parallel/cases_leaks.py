@@ -2,7 +2,7 @@
 
 import tfscale
 from tests.faults.leaks import EXCHANGES, measure, resident_bytes
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
 
 STEPS = 400
 # A step's gradients are 130 KiB. What the allocator does in so few steps stays below this.

@@ -6,12 +6,13 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import InterruptAt, float64, require_identical, shared_folder
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import InterruptAt, float64, shared_folder
 from tests.parallel.cases_backup import interrupt_and_go_on, train
 from tests.parallel.checkpoint_runs import Run, forget_after, growing
 from tfscale.callbacks import BackupAndRestore, ModelDistance
 from tfscale.files import read_json_lines
+from tfscale.testing import require_identical
 
 
 @sizes(2, timeout_s=120)

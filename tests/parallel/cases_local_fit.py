@@ -6,13 +6,13 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
+from tests.helpers.cases import engine_only, sizes
 from tests.helpers.ranks import float64, require_error, shared_folder
-from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import OPTIMIZERS
 from tests.parallel.cases_local_options import SGD, LocalSGD, distributed, model_of, own_fit, start
 from tests.parallel.cases_local_sgd import agree, compare, train
 from tests.parallel.local_sgd_reference import STEPS, train_by_hand
-from tfscale.comm import runtime
+from tfscale.testing import inspect
 
 
 @sizes(2, timeout_s=100)
@@ -175,9 +175,9 @@ class StopAt(keras.callbacks.Callback):
 
 def forget_the_stop():
     """Let a `fit` without callbacks of tfscale come next: with one, `fit` does this itself."""
-    runtime.backend().drain()
+    inspect.wait_for_gathers()
     tfscale.barrier()
-    runtime.start_incarnation()
+    inspect.return_to_steps()
 
 
 def ends_at(interval, n_steps, callback, **options):

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_error, require_identical
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import require_error
 from tests.parallel.cases_equality import dense_model, float64
 from tests.parallel.cases_local_sgd import (
     ALLREDUCE,
@@ -20,7 +20,7 @@ from tests.parallel.cases_local_sgd import (
     train,
 )
 from tests.parallel.local_sgd_reference import rounded_mean
-from tfscale.comm import runtime
+from tfscale.testing import inspect, require_close, require_identical
 
 SGD, Dense = keras.optimizers.SGD, keras.layers.Dense
 LocalSGD = tfscale.LocalSGD
@@ -189,7 +189,7 @@ def case_optimizers_with_the_same_groups_share_their_communicators():
     with float64():
         strategy = LocalSGD(tfscale.size(), 5)
         first = train("sgd", strategy)
-        known = len(runtime.known_process_sets())
+        known = len(inspect.process_sets())
         again = train("sgd", strategy)
-    assert len(runtime.known_process_sets()) == known > 0
+    assert len(inspect.process_sets()) == known > 0
     require_identical(first.get_weights(), again.get_weights())

@@ -5,13 +5,13 @@ import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_equal_ranks, require_identical, values_of
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import values_of
 from tests.parallel.cases_equality import LAYERWISE, OPTIMIZERS, dense_model, float64
 from tests.parallel.local_sgd_reference import BATCH, STEPS, ByHand, samples, train_by_hand
 from tfscale.callbacks import LearningRateScaling, ModelDistance
-from tfscale.comm import runtime
 from tfscale.plan.buckets import owner_of
+from tfscale.testing import inspect, require_close, require_equal_ranks, require_identical
 
 RULES = {**OPTIMIZERS, **LAYERWISE}
 ALLREDUCE = {"within": "allreduce"}
@@ -223,9 +223,9 @@ def case_what_groups_send():
 def names_with_bytes():
     """Return bytes by the name of what was sent since the last call."""
     names = {}
-    for event in runtime.backend().take_events():
+    for event in inspect.take_collectives():
         if event.plan >= 0:
-            label = runtime.backend().slot_name(event.plan, event.slot)
+            label = event.name
             names[label] = names.get(label, 0) + event.bytes
     return names
 

@@ -7,10 +7,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import dtype_policy, require_close, require_equal_ranks, require_error
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import dtype_policy, require_error
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import BackupAndRestore
+from tfscale.testing import require_close, require_equal_ranks
 
 LSO, SGD = keras.optimizers.LossScaleOptimizer, keras.optimizers.SGD
 BATCH, STEPS = 4, 3

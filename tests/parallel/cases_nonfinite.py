@@ -4,19 +4,14 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import (
-    outcome,
-    require_close,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import outcome, require_error
 from tests.parallel import sharded_model
 from tests.parallel.cases_equality import BATCH, float64
 from tests.parallel.sharded_model import N_STEPS, compiled, single_steps, state_of
 from tfscale import Allreduce, Chunked, DistributedOptimizer, LocalSGD, Sharded
 from tfscale.callbacks import BroadcastGlobalVariablesCallback
+from tfscale.testing import require_close, require_equal_ranks, require_identical
 
 BAD = 2  # this step is bad on the last rank
 EXCHANGES = {

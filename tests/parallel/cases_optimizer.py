@@ -5,10 +5,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_close, require_equal_ranks, require_error, values_of
-from tests.helpers.spawn import engine_only, sizes
+from tests.helpers.cases import engine_only, sizes
+from tests.helpers.ranks import require_error, values_of
 from tfscale import Allreduce, Compression, DistributedOptimizer, Sum
-from tfscale.comm import runtime
+from tfscale.testing import inspect, require_close, require_equal_ranks
 
 SHAPES = {"kernel": (2, 3), "bias": (3,), "other_kernel": (4, 1), "scale": ()}
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -114,9 +114,9 @@ def case_numbers_of_groups_are_numbers_of_messages():
         *(({name: given}, n) for name in ("num_groups", "groups") for given, n in rows),
         *(({"exchange": Allreduce(bucket_mb=mb)}, n) for mb, n in ((0, 4), (1, 1))),
     ):
-        runtime.backend().take_events()
+        inspect.take_collectives()
         run(DistributedOptimizer(SGD(0.1), **options), 1.0, steps=1)
-        events = runtime.backend().take_events()
+        events = inspect.take_collectives()
         assert sum(e.plan >= 0 and e.slot >= 0 for e in events) == expected, options
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_equal_ranks
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
 from tfscale import DistributedOptimizer, PartialDistributedOptimizer
+from tfscale.testing import require_equal_ranks
 
 SGD = keras.optimizers.SGD
 ROWS = 6

@@ -6,16 +6,10 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import (
-    in_both_modes,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-    shared_folder,
-    values_of,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import in_both_modes, require_error, shared_folder, values_of
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback
+from tfscale.testing import require_equal_ranks, require_identical
 
 SGD = keras.optimizers.SGD
 

@@ -14,13 +14,12 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import require_engine, sizes
 from tests.parallel.cases_trace import shared_folder
-from tfscale.comm import runtime
-from tfscale.comm.events import Listener
 from tfscale.measure.analysis import Key, collectives_before
+from tfscale.testing import inspect
 
-ENGINE_ONLY = "its events are looked at"
+require_engine("its events are looked at")
 
 N_STEPS = 3
 TIMEOUT_S = 40.0
@@ -37,7 +36,7 @@ def until(is_true: Callable[[], bool]) -> bool:
 
 class Ended:
     def __init__(self) -> None:
-        self._listener = Listener()
+        self._listener = inspect.listen()
         self._counts: Counter[str] = Counter()
 
     def __call__(self, label: str, step: int) -> bool:
@@ -46,7 +45,7 @@ class Ended:
 
     def _count(self, label: str) -> int:
         sent = (event for event in self._listener.take() if event["slot"] >= 0)
-        name = runtime.backend().slot_name
+        name = inspect.name_of
         self._counts.update(name(int(event["plan"]), int(event["slot"])) for event in sent)
         return sum(n for name, n in self._counts.items() if label in name)
 
@@ -116,11 +115,11 @@ def rank_0_comes_last() -> tuple[Callable[[int], bool], Callable[[int], bool]]:
     folder = shared_folder()
 
     def come_last(step: int) -> bool:
-        others = range(1, runtime.size()) if runtime.rank() == 0 else ()
+        others = range(1, tfscale.size()) if tfscale.rank() == 0 else ()
         return until(lambda: all((folder / f"{step}-{rank}").exists() for rank in others))
 
     def tell(step: int) -> bool:
-        (folder / f"{step}-{runtime.rank()}").touch()
+        (folder / f"{step}-{tfscale.rank()}").touch()
         return True
 
     return come_last, tell
@@ -177,7 +176,7 @@ def awaited_before(op: tf.Operation) -> set[int]:
 
 def kind(key: Key) -> str:
     """Return whose collective it is: of gradients, parameters, or the layer "wide"."""
-    name = runtime.backend().slot_name(key.plan, key.slot)
+    name = inspect.name_of(key.plan, key.slot)
     return next(word for word in ("gradients", "parameters", "wide") if word in name)
 
 
@@ -186,10 +185,10 @@ def case_streams_do_not_wait_for_each_other():
     """Gradients, activations and errors; nor activations for the parameters of their layer."""
     for route in ("replicated", "partial"):
         layers = [OwnDense(7, name="early"), dense(5, "wide"), OwnDense(3, name="last")]
-        listener = Listener()
+        listener = inspect.listen()
         train(layers, tfscale.Sharded(dense=route, bucket_mb=0))
         plans = {int(e["plan"]) for e in listener.take() if e["plan"] >= 0 and e["slot"] >= 0}
-        (graph,) = {runtime.backend().graph_of(plan) for plan in plans}
+        (graph,) = {inspect.graph_of(plan) for plan in plans}
         before = {k: v for k, v in collectives_before(graph).items() if k.slot >= 0}
         # Gradients of two layers; activations and errors; parameters, rows with their bias.
         assert len(before) == 4 + 2 + (5 if route == "partial" else 6), before

@@ -8,20 +8,12 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import (
-    InterruptAt,
-    Interruption,
-    StopAt,
-    float64,
-    require_close,
-    require_error,
-    require_identical,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import InterruptAt, Interruption, StopAt, float64, require_error
 from tests.parallel.cases_backup import BATCH, network
 from tests.parallel.cases_local_fit import forget_the_stop
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, ParameterAveraging
-from tfscale.comm import runtime
+from tfscale.testing import require_close, require_identical
 
 N_LOCAL, STEPS, RATE = 4, 3, 0.05
 
@@ -30,17 +22,17 @@ def model_and_data(optimizer=None, n_outputs=2):
     keras.utils.set_random_seed(2)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(n_outputs)])
     model.compile(optimizer or keras.optimizers.SGD(RATE), loss="mse")
-    n = N_LOCAL * STEPS * runtime.size()
+    n = N_LOCAL * STEPS * tfscale.size()
     random = np.random.default_rng(3)
     x, y = random.normal(size=(n, 5)), random.normal(size=(n, n_outputs))
-    batch = N_LOCAL * runtime.size()
+    batch = N_LOCAL * tfscale.size()
     return model, tfscale.data.GlobalBatches(x, y, batch_size=batch, shuffle=False), (x, y)
 
 
 def train_alone(weights, x, y, rank):
     """One epoch of plain SGD of a linear model on the batches of one rank."""
     kernel, bias = (w.copy() for w in weights)
-    batch = N_LOCAL * runtime.size()
+    batch = N_LOCAL * tfscale.size()
     for begin in range(rank * N_LOCAL, len(x), batch):
         samples, targets = x[begin : begin + N_LOCAL], y[begin : begin + N_LOCAL]
         error = 2 * (samples @ kernel + bias - targets) / targets.size
@@ -63,7 +55,7 @@ def check(callback, averaged_epochs, lam, n_epochs=4, n_outputs=2):
         model, data, (x, y) = model_and_data(n_outputs=n_outputs)
         common = model.get_weights()
         model.fit(data, epochs=n_epochs, verbose=0, callbacks=[start(), callback])
-    everyone = [common] * runtime.size()
+    everyone = [common] * tfscale.size()
     for epoch in range(n_epochs):
         everyone = [train_alone(w, x, y, r) for r, w in enumerate(everyone)]
         if epoch in averaged_epochs:
@@ -73,8 +65,8 @@ def check(callback, averaged_epochs, lam, n_epochs=4, n_outputs=2):
             gammas = np.exp(-lam * np.array(distances) / scales)
             layers = zip(*everyone, strict=True)
             common = [np.average(parts, axis=0, weights=gammas) for parts in layers]
-            everyone = [common] * runtime.size()
-    require_close(model.get_weights(), everyone[runtime.rank()], atol=1e-12)
+            everyone = [common] * tfscale.size()
+    require_close(model.get_weights(), everyone[tfscale.rank()], atol=1e-12)
     assert callback.n_averages == len(averaged_epochs)
     return model
 
@@ -107,7 +99,7 @@ EPOCHS, STEPS_PER_EPOCH = 5, 5
 
 def train(averaging, before=(), after=(), seed=1):
     """Return the model after a `fit` of its own batches, whole or interrupted."""
-    keras.utils.set_random_seed(seed + runtime.rank())
+    keras.utils.set_random_seed(seed + tfscale.rank())
     model = network()
     model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse")
     random = np.random.default_rng(1)
@@ -141,7 +133,7 @@ def case_each_ranks_own_model_goes_on():
         assert not np.array_equal(every[0], every[1])  # the last epoch is not averaged
         for epoch in (1, 3):
             folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
-            folder = folder if runtime.rank() == 0 else f"{folder}-not-there-{runtime.rank()}"
+            folder = folder if tfscale.rank() == 0 else f"{folder}-not-there-{tfscale.rank()}"
             train(every_second(), [BackupAndRestore(folder)], [InterruptAt(epoch)])
             resumed = every_second()
             require_identical(
@@ -154,7 +146,7 @@ def case_each_ranks_own_model_goes_on():
 def case_one_rank_stops_within_an_epoch_or_at_its_end():
     """All ranks have ended after the second epoch, with as many averages."""
     for step, rank, position in itertools.product(
-        (None, 1), (0, runtime.size() - 1), ("before", "after")
+        (None, 1), (0, tfscale.size() - 1), ("before", "after")
     ):
         averaging = ParameterAveraging()
         model = train(averaging, **{position: [StopAt(step, rank=rank)]})

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import float64, require_close
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import float64
 from tests.parallel.cases_dense_routes import routes
 from tests.parallel.cases_sharded_dense import STRATEGIES, compiled
-from tfscale.comm import runtime
 from tfscale.config import PlanError
+from tfscale.testing import require_close
 
 STEPS = 3
 
@@ -73,8 +73,8 @@ def stepping(change: Callable, term: float = 0.0) -> Callable[[], keras.Model]:
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(runtime.rank())
-    return random.normal(size=(4, 6)) * (1 + runtime.rank()), random.normal(size=(4, 3))
+    random = np.random.default_rng(tfscale.rank())
+    return random.normal(size=(4, 6)) * (1 + tfscale.rank()), random.normal(size=(4, 3))
 
 
 def trained(build: Callable[[], keras.Model], strategy, rule=None, **options) -> list[np.ndarray]:
@@ -145,5 +145,5 @@ def case_another_optimizer_gets_the_layers_back():
         model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
         tfscale.prepare(model)
         assert routes(model) == ["weights"] * 2
-        if runtime.rank() == 0:
+        if tfscale.rank() == 0:
             model.train_on_batch(*batch())  # alone: nothing is exchanged

@@ -11,10 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import dtype_policy, require_identical, shared_folder
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import dtype_policy, shared_folder
 from tfscale import DistributedOptimizer
 from tfscale.optimizer import saving
+from tfscale.testing import require_identical
 
 LSO, Adam = keras.optimizers.LossScaleOptimizer, keras.optimizers.Adam
 

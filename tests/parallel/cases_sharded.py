@@ -6,8 +6,8 @@ import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import require_close, require_identical, shared_folder
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import shared_folder
 from tests.helpers.versions import HAS_MUON
 from tests.parallel.cases_equality import (
     LAYERWISE,
@@ -31,6 +31,7 @@ from tests.parallel.sharded_model import (
     single_steps,
     state_of,
 )
+from tfscale.testing import require_close, require_identical
 
 SHARDED = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.05),

@@ -7,12 +7,12 @@ import numpy as np
 
 import tfscale
 import tfscale.keras as hvd
-from tests.helpers.ranks import dtype_policy, require_close, require_identical
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import dtype_policy
 from tests.parallel.cases_chunked import mlp
 from tests.parallel.cases_equality import conv_model, float64
 from tests.parallel.cases_sharded import SHARDED, case_clipping, check
-from tfscale.comm import runtime
+from tfscale.testing import require_close, require_identical
 
 DENSE = ("replicated", "partial")
 
@@ -77,8 +77,8 @@ STRATEGIES = (
 @sizes(2, 3, timeout_s=240)
 def case_uneven_local_batches():
     """Ranks with different numbers of samples: the same as with whole gradients."""
-    random = np.random.default_rng(runtime.rank())
-    n = 1 + (runtime.rank() * 3) % 4  # 1, 4, 3
+    random = np.random.default_rng(tfscale.rank())
+    n = 1 + (tfscale.rank() * 3) % 4  # 1, 4, 3
     x, y = random.normal(size=(n, 6)), random.normal(size=(n, 3))
     results = []
     for strategy in ("allreduce", *STRATEGIES):
@@ -100,7 +100,7 @@ def changes(policy: str, strategy) -> list[np.ndarray]:
             rule = keras.optimizers.LossScaleOptimizer(rule, initial_scale=16.0)
         model = compiled(mlp(), strategy, rule)
     tfscale.prepare(model)
-    random = np.random.default_rng(runtime.rank())
+    random = np.random.default_rng(tfscale.rank())
     x, y = random.normal(size=(8, 6)), random.normal(size=(8, 3))
     begin = model.get_weights()
     for _ in range(4):
@@ -139,8 +139,8 @@ def case_a_checkpoint_between_two_steps():
     """Complete state loads in one process and with another strategy; evaluations in between."""
     random = np.random.default_rng(5)
     x, y = random.normal(size=(8, 12, 6)), random.normal(size=(8, 12, 3))
-    n = 12 // runtime.size()
-    own = slice(runtime.rank() * n, (runtime.rank() + 1) * n)
+    n = 12 // tfscale.size()
+    own = slice(tfscale.rank() * n, (tfscale.rank() + 1) * n)
     for ours, others in zip(STRATEGIES, reversed(STRATEGIES), strict=True):
         with float64():
             model = adam_model(ours)

@@ -8,15 +8,8 @@ import tensorflow as tf
 
 import tfscale
 from recipes.models.vgg import vgg
-from tests.helpers.ranks import (
-    dtype_policy,
-    require_close,
-    require_equal_ranks,
-    require_error,
-    shared_folder,
-    values_of,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import dtype_policy, require_error, shared_folder, values_of
 from tests.parallel.cases_equality import BATCH, float64
 from tests.parallel.sharded_model import (
     N_STEPS,
@@ -32,6 +25,7 @@ from tests.parallel.sharded_model import (
     state_of,
 )
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
+from tfscale.testing import require_close, require_equal_ranks
 
 
 def own_rows(array, step):

@@ -12,15 +12,8 @@ import tensorflow as tf
 from keras.src.legacy.saving import legacy_h5_format
 
 import tfscale
-from tests.helpers.ranks import (
-    StopAt,
-    float64,
-    outcome,
-    require_error,
-    require_identical,
-    shared_folder,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import StopAt, float64, outcome, require_error, shared_folder
 from tests.parallel.sharded_model import (
     N_STEPS,
     Adam,
@@ -34,6 +27,7 @@ from tests.parallel.sharded_model import (
 )
 from tfscale.config import settings
 from tfscale.optimizer import saving
+from tfscale.testing import require_identical
 
 
 @sizes(2, timeout_s=80)

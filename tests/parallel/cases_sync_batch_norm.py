@@ -5,7 +5,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_close, values_of
+from tests.helpers.ranks import values_of
+from tfscale.testing import require_close
 
 
 def run(layer, x, mask, is_traced):

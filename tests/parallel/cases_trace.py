@@ -12,19 +12,20 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import require_engine, sizes
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
-from tfscale.comm import events, runtime, timeline
+from tfscale.comm import events, timeline
 from tfscale.measure.analysis import Key, collectives_before
 from tfscale.measure.report import of_kind, read_rows
+from tfscale.testing import inspect
 
-ENGINE_ONLY = "its events are looked at"
+require_engine("its events are looked at")
 
 N_STEPS = 8
 
 
 def shared_folder():
-    folder = tempfile.mkdtemp(prefix="tfscale-trace-") if runtime.rank() == 0 else None
+    folder = tempfile.mkdtemp(prefix="tfscale-trace-") if tfscale.rank() == 0 else None
     return Path(tfscale.broadcast_object(folder))
 
 
@@ -68,7 +69,7 @@ def check_step(step, own):
 def case_report_agrees_with_the_raw_trace():
     rows, folder = report(build(), every_n_steps=2)
     steps, slots = of_kind(rows, "step"), of_kind(rows, "slot")
-    recorded = list(itertools.product((0, 1), (1, 3, 5, 7), range(runtime.size())))
+    recorded = list(itertools.product((0, 1), (1, 3, 5, 7), range(tfscale.size())))
     assert sorted((s["epoch"], s["step"], s["rank"]) for s in steps) == recorded
     for step in steps:
         same_step = [s for s in slots if (s["epoch"], s["step"]) == (step["epoch"], step["step"])]
@@ -77,12 +78,12 @@ def case_report_agrees_with_the_raw_trace():
         check_step(step, own)
         for slot in own:
             started = [s["started_s"] for s in same_step if s["slot"] == slot["slot"]]
-            assert len(started) == runtime.size()
+            assert len(started) == tfscale.size()
             lead_s = max(started) - slot["started_s"]
             np.testing.assert_allclose(slot["lead_s"], lead_s, atol=1e-7)
             assert 0 <= slot["waiting_s"] <= slot["t_b_s"] + 1e-9
             assert "kernel" in slot["name"]
-    if runtime.rank() == 0:
+    if tfscale.rank() == 0:
         assert "Collectives of rank 0" in (folder / "communication.md").read_text()
         assert (folder / "communication.png").stat().st_size > 1000
 
@@ -101,7 +102,7 @@ class LateRate(keras.optimizers.schedules.LearningRateSchedule):
 
     def __call__(self, step):
         def wait(_):
-            time.sleep(0.03 * runtime.rank())
+            time.sleep(0.03 * tfscale.rank())
             return np.float32(1e-3)
 
         return tf.ensure_shape(tf.numpy_function(wait, [step], tf.float32), ())
@@ -160,7 +161,7 @@ def case_updates_need_their_own_gradients_only():
         stamps = found[(found["slot"] < 0) & (found["slot"] > events.INPUT_SLOT)]
         assert len(stamps) == sum(found["slot"] >= 0) == 3
         assert sum(found["slot"] == events.INPUT_SLOT) == 1  # of the batch
-        before = collectives_before(runtime.backend().graph_of(int(stamps[0]["plan"])))
+        before = collectives_before(inspect.graph_of(int(stamps[0]["plan"])))
         n_needed = [len(before[Key(int(e["plan"]), int(e["slot"]))]) for e in stamps]
         # `iterations` and so all updates wait for the first gradient.
         assert sorted(n_needed) == ([3, 3, 3] if clipping else [1, 2, 2])
@@ -173,17 +174,17 @@ def case_clocks_agree_within_the_stated_error():
     apart.measure()
     now = events.clock_ns()
     assert abs(int(apart.to_rank_zero(now)) - now) <= apart.error_ns
-    assert runtime.rank() == 0 or apart.error_ns > 0
+    assert tfscale.rank() == 0 or apart.error_ns > 0
     together = events.ClockMap()
     assert together.error_ns == 0 and int(together.to_rank_zero(now)) == now
 
 
 @sizes(1, 2)
 def case_timeline_of_all_ranks():
-    file, n = shared_folder() / "trace.json", runtime.size()
-    timeline.start_timeline(str(file))
+    file, n = shared_folder() / "trace.json", tfscale.size()
+    tfscale.start_timeline(str(file))
     rows, _ = report(build(), epochs=1)
-    timeline.stop_timeline()
+    tfscale.stop_timeline()
     tfscale.barrier()
     if n == 1:
         steps = of_kind(rows, "step")
@@ -206,7 +207,7 @@ def case_a_timeline_that_cannot_be_written_keeps_nobody():
     folder = shared_folder() / "gone"
     timeline.start_automatic(str(folder))
     tfscale.barrier()
-    if runtime.rank() == 0:
+    if tfscale.rank() == 0:
         shutil.rmtree(folder)
     tfscale.barrier()
     assert timeline.write_part() is None

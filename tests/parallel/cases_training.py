@@ -7,15 +7,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import (
-    in_both_modes,
-    require_close,
-    require_equal_ranks,
-    require_error,
-    values_of,
-)
-from tests.helpers.spawn import sizes
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import in_both_modes, require_error, values_of
 from tfscale import DistributedGradientTape, DistributedOptimizer
+from tfscale.testing import require_close, require_equal_ranks
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 BATCH, STEPS = 3, 8

@@ -10,18 +10,18 @@ import keras
 import numpy as np
 
 import tfscale
+from tests.helpers.cases import engine_only, sizes
 from tests.helpers.ranks import outcome, require_error, shared_folder
-from tests.helpers.spawn import engine_only, sizes
 from tests.parallel.cases_equality import dense_model
 from tests.parallel.local_sgd_reference import BATCH, STEPS, samples
 from tfscale.launcher.tune import links
 from tfscale.launcher.tune.links import measure_model
 from tfscale.launcher.tune.scripts import (
-    _Done,
-    _enlarge,
-    _GroupsProbe,
-    _regroup,
+    Done,
+    GroupsProbe,
+    enlarge,
     probed_fit,
+    regroup,
     train_compressed,
 )
 from tfscale.measure.model_layers import find_model, read_layers
@@ -39,7 +39,7 @@ def probe(folder, run, **settings):
     model = dense_model()
     model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
     data = tfscale.data.GlobalBatches(*samples(), batch_size=BATCH // 2, shuffle=False)
-    with contextlib.suppress(_Done):
+    with contextlib.suppress(Done):
         run(model, data, settings)
     tfscale.barrier()
     found = json.loads((folder / "found.json").read_text())
@@ -65,12 +65,12 @@ def case_groups_go_on_apart_behind_an_epoch():
 @sizes(2, timeout_s=60)
 def case_a_rate_that_changes_is_refused():
     def run(model, data, settings):
-        _regroup(model, settings)
-        _enlarge(data, settings["groups"])
+        regroup(model, settings)
+        enlarge(data, settings["groups"])
         record = tfscale.callbacks.ModelDistance()
         lower = keras.callbacks.LearningRateScheduler(lambda epoch: 0.5 / (1 + epoch))
         start = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
-        callbacks = [lower, start, record, _GroupsProbe(settings, record)]
+        callbacks = [lower, start, record, GroupsProbe(settings, record)]
         model.fit(data, epochs=99, verbose=0, callbacks=callbacks)
 
     text = "a rate that the script changes from 0.1 to 0.5 in step 1. "
@@ -127,7 +127,7 @@ def case_a_script_trains_with_each_compression_and_seed():
 
 def few_rounds():
     """Measure little: these tests are not about precision."""
-    return mock.patch.multiple(links, _ROUNDS=3, _SIZES=(4096, 65536, 2**20))
+    return mock.patch.multiple(links, ROUNDS=3, SIZES=(4096, 65536, 2**20))
 
 
 def measured():

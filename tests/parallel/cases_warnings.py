@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tests.helpers.cases import sizes
 from tests.helpers.ranks import require_error
-from tests.helpers.spawn import sizes
 from tests.parallel.cases_agreement import BATCH, SGD, N, batches, train
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
@@ -24,7 +24,6 @@ from tfscale.callbacks import (
     ParameterAveraging,
 )
 from tfscale.comm.warnings import watch_first_fit
-from tfscale.optimizer import first_step
 
 TOLD = "Received: other weights on rank 1"
 
@@ -194,7 +193,7 @@ def case_who_restores_looks_at_first_weights():
     ):
         folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
         require_error(lambda make=make, folder=folder: fit(make(folder)), TOLD)
-        with mock.patch.object(first_step, "require_equal_weights"):
+        with mock.patch("tfscale.optimizer.first_step.require_equal_weights"):
             fit(make(folder))
         tfscale.barrier()
         fit(make(folder), epochs=2)

@@ -17,7 +17,6 @@ from tfscale.callbacks import (
     MetricAverageCallback,
 )
 from tfscale.checkpoints import list_checkpoints
-from tfscale.comm import runtime
 
 BATCH, STEPS, EPOCHS = 24, 5, 3
 
@@ -43,7 +42,7 @@ class Act(keras.callbacks.Callback):
         self.left, self.action, self.rank = step, action, rank
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self.left == 0 and self.rank in (-1, runtime.rank()):
+        if self.left == 0 and self.rank in (-1, tfscale.rank()):
             self.action(self.model)
         self.left -= 1
 
@@ -72,7 +71,7 @@ class Run:
         self, folder: Path | None = None, *watching: Any, **options: Any
     ) -> tuple[list[np.ndarray], Steps]:
         """Train; return weights, what layers keep and the complete state, and what was noted."""
-        keras.utils.set_random_seed(self.seed + runtime.rank())
+        keras.utils.set_random_seed(self.seed + tfscale.rank())
         model = model_of(self.dropout)
         exchange = self.exchange() if callable(self.exchange) else self.exchange
         optimizer = tfscale.DistributedOptimizer(
@@ -99,7 +98,7 @@ class Run:
 
 def forget_after(folder: Path, step: int) -> None:
     tfscale.barrier()
-    if runtime.rank() == 0:
+    if tfscale.rank() == 0:
         for found in list_checkpoints(folder):
             if found.step > step:
                 shutil.rmtree(found.path)

@@ -16,19 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import (
-    StopAt,
-    dtype_policy,
-    require_equal_ranks,
-    require_error,
-    require_identical,
-    shared_folder,
-    values_of,
-)
+from tests.helpers.ranks import StopAt, dtype_policy, require_error, shared_folder, values_of
 from tests.parallel.checkpoint_runs import forget_after
 from tfscale import Compression, DistributedOptimizer
 from tfscale.callbacks import Checkpoint
-from tfscale.comm import runtime
+from tfscale.testing import inspect, require_equal_ranks, require_identical
 
 SGD = keras.optimizers.SGD
 SHAPES = ((40, 70), (3, 3, 16, 24), (70,), (5, 5))  # the last two are not compressed
@@ -265,11 +257,10 @@ def case_only_exchanged_sums_are_compressed():
 
 
 def sent_bytes(optimizer, variables, steps, **options):
-    runtime.backend().take_events()
+    inspect.take_collectives()
     train(optimizer, variables, steps, **options)
-    backend = runtime.backend()
-    sent = [e for e in backend.take_events() if e.plan >= 0]
-    return sum(e.bytes for e in sent if "w2" not in backend.slot_name(e.plan, e.slot))
+    sent = [e for e in inspect.take_collectives() if e.plan >= 0]
+    return sum(e.bytes for e in sent if "w2" not in e.name)
 
 
 @of_several_ranks

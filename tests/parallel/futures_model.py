@@ -9,12 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import require_close, require_identical
-from tfscale.comm import runtime
-from tfscale.comm.backends.base import Call
 from tfscale.optimizer import futures
 from tfscale.plan.buckets import GradientSpec
 from tfscale.plan.segments import SegmentedBucket, build_segments
+from tfscale.testing import inspect, require_close, require_identical
 
 X = np.arange(24).reshape(4, 6) % 11
 Y = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
@@ -62,8 +60,8 @@ class Posts:
             flat = tf.constant(self.base[piece.variable].reshape(-1)[piece.start : piece.stop])
             pieces.append(flat + tf.cast(step, flat.dtype))
         own = [self.variables[i] for i in layout.indices]
-        gather = getattr(runtime.backend(), self.gather)
-        gather(pieces, own, layout, Call(runtime.world(), own[0].path))
+        gather = getattr(inspect.backend(), self.gather)
+        gather(pieces, own, layout, inspect.call(own[0].path))
 
     def post_late(self, step: int, late: int, delay_s: float = DELAY_S) -> None:
         """Post on all ranks; on rank `late` a while after the others have found theirs pending."""
@@ -74,7 +72,7 @@ class Posts:
             self.run(argument)
             return
         self.run(argument)
-        assert runtime.backend()._library.call("num_pending") == len(self.variables)
+        assert inspect.pending_gathers() == len(self.variables)
         tfscale.barrier()
 
 

@@ -10,11 +10,12 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import float64, require_identical, values_of
+from tests.helpers.ranks import float64, values_of
 from tests.parallel import cases_equality, cases_local_sgd, cases_parameter_averaging
 from tests.parallel.cases_equality import OPTIMIZERS
 from tests.parallel.local_sgd_reference import STEPS, ByHand
 from tfscale import Sum
+from tfscale.testing import require_identical
 
 # Above 32 KiB: activations and output gradients of the 6 samples of a rank, statistics of a layer;
 # above 400 KiB: a kernel.

@@ -14,7 +14,6 @@ from tfscale.callbacks import BackupAndRestore
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.files import Part
 from tfscale.checkpoints.snapshot_restore import Reader
-from tfscale.comm import runtime
 
 # Each run: steps after which it continues with other ranks. A first one has 15 steps, a growing 8.
 RUNS = {
@@ -46,7 +45,7 @@ def folder() -> Path:
 
 def write_results(name, values, logs):
     """Only the last epoch's logs are those of every run."""
-    if runtime.rank() == 0:
+    if tfscale.rank() == 0:
         numbers = [logs[-1][key] for key in ("loss", "mae")]
         np.savez(folder() / f"{name}.npz", *values, np.array(numbers))
 
@@ -67,7 +66,7 @@ def go_on():
             assert list_checkpoints(where)[0].step == first
             values, steps = run.train(where, every_n_steps=1, keep=99)
             forget_after(where, second)
-            write_results(f"{name}-{runtime.size()}", values, steps.logs)
+            write_results(f"{name}-{tfscale.size()}", values, steps.logs)
 
 
 def finish():
@@ -77,7 +76,7 @@ def finish():
             assert list_checkpoints(folder() / name)[0].step == second
             run.exchange = other.get(name, run.exchange)
             values, steps = run.train(folder() / name)
-            write_results(f"{name}-{runtime.size()}", values, steps.logs)
+            write_results(f"{name}-{tfscale.size()}", values, steps.logs)
 
 
 def begin_groups():
@@ -130,7 +129,7 @@ def grow():
     Only rank 0 sees the folder of the backup.
     """
     name, _, at = os.environ["RESUME_RUN"].partition(" ")
-    where = "backup" if runtime.rank() == 0 else f"not-there-{runtime.rank()}"
+    where = "backup" if tfscale.rank() == 0 else f"not-there-{tfscale.rank()}"
     backup = [BackupAndRestore(str(folder() / where))] if name != "whole" else []
     interruption = [InterruptAt(int(at), 0)] if at else []
     with float64():
@@ -143,5 +142,5 @@ def grow():
             decay_epochs=(7,),
         )
         values = [*model.get_weights(), *model.optimizer.full_state()]
-        if runtime.rank() == 0:
+        if tfscale.rank() == 0:
             np.savez(folder() / f"{name}.npz", *values)

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.helpers.ranks import require_close
 from tests.parallel.cases_equality import BATCH, dense_model
 from tfscale.callbacks import Callback
+from tfscale.testing import require_close
 
 Adam = keras.optimizers.Adam
 N_STEPS = 6

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers.spawn import cases_of, require_ok, spawn
+from tests.helpers.cases import cases_of
+from tfscale.testing import require_ok, spawn
 
 CASES = cases_of("tests.parallel.compression_cases")
 

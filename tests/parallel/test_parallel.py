@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.spawn import RankResult, spawn
 from tests.horovod_contract.intents import INTENTS
+from tfscale.testing import RankResult, spawn
 
 ALL_SIZES = (1, 2, 3, 4)
 HERE = Path(__file__).parent

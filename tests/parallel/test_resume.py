@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.helpers.spawn import require_ok, spawn
+from tfscale.testing import require_ok, spawn
 
 
 def run(size: int, case: str, folder, **env: str) -> None:

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
 from tests.helpers.models import Deferred, functional  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 
 
 def compiled(model, rate=0.1, optimizer=None):

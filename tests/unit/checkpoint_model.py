@@ -6,11 +6,12 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import Interruption, require_identical
+from tests.helpers.ranks import Interruption
 from tfscale import preemption
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint
 from tfscale.checkpoints import list_checkpoints
 from tfscale.data import GlobalBatches
+from tfscale.testing import require_identical
 
 STEPS, BATCH = 4, 8
 

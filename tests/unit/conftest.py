@@ -2,12 +2,11 @@
 
 import pytest
 
-from tfscale.comm import runtime
+from tfscale.testing import inspect
 
 
 @pytest.fixture(autouse=True)
 def not_initialised():
     """Forget a job of one process that a test has joined."""
-    before = runtime._state
-    yield
-    runtime._state = before
+    with inspect.isolated_job():
+        yield

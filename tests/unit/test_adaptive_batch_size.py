@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tfscale
-from tests.helpers.ranks import InterruptAt, Interruption, require_identical
+from tests.helpers.ranks import InterruptAt, Interruption
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks import (
     AdaptiveBatchSize,
@@ -21,6 +21,7 @@ from tfscale.callbacks import (
 )
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
+from tfscale.testing import require_identical
 
 SAMPLES = 48
 SIZES = [6, 6, 12, 12, 24]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import tfscale
-from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 from tests.unit.test_plan_contention import CLUSTER, TABLES, fixed, scenario_of
+from tfscale import Auto
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError
-from tfscale.exchange.auto import Auto, strategy_of
+from tfscale.exchange.auto import strategy_of
 from tfscale.exchange.base import resolve
 from tfscale.exchange.plan import Parameter, Table
 from tfscale.launcher.tune.links import fit_line

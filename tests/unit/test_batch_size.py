@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 
-from tests.helpers.ranks import require_identical
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
@@ -16,6 +15,7 @@ from tfscale.data.slices import epoch_order
 from tfscale.launcher import cli
 from tfscale.launcher.tune.scripts import measure_script
 from tfscale.measure.batch_size import SizeMeasures, Stage, advise, measure
+from tfscale.testing import require_identical
 
 SAMPLES = 256
 

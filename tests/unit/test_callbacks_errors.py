@@ -23,8 +23,8 @@ from tfscale.callbacks import (
 )
 from tfscale.callbacks.adaptive_batch_size import GROWTH_REMEDY, check_compared
 from tfscale.callbacks.batch_size_schedule import check_sizes
-from tfscale.comm import runtime
 from tfscale.config import ConfigError
+from tfscale.testing import pretend_rank
 
 DECAY = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
 
@@ -154,8 +154,8 @@ def test_refused(words, call, tmp_path, monkeypatch):
     ("size", "sizes", "lonely"),
     [(2, [2, 4, 8], 2), (4, [2, 3, 6], 2), (2, [4, 8], None), (4, [3], None)],
 )
-def test_noise_scale_needs_two_ranks_with_samples(monkeypatch, size, sizes, lonely):
-    monkeypatch.setattr(runtime, "size", lambda: size)
+def test_noise_scale_needs_two_ranks_with_samples(size, sizes, lonely):
     text = f"batch size {lonely}, which feeds one of {size} ranks"
-    with pytest.raises(ConfigError, match=text) if lonely else contextlib.nullcontext():
+    refused = pytest.raises(ConfigError, match=text) if lonely else contextlib.nullcontext()
+    with pretend_rank(size=size), refused:
         check_compared(sizes)

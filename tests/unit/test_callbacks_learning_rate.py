@@ -1,19 +1,17 @@
 """Learning rate callbacks: schedules over epochs, warm-up, momentum correction."""
 
-from unittest import mock
-
 import keras
 import numpy as np
 import pytest
 
 import tfscale
-from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.helpers.ranks import float64
+from tests.helpers.single_job import single_job  # noqa: F401
 from tests.helpers.versions import HAS_MUON
 from tfscale.callbacks import LearningRateScheduleCallback, LearningRateWarmupCallback
 from tfscale.callbacks.learning_rate import AdaptiveRate
-from tfscale.comm import runtime
 from tfscale.config import ConfigError
+from tfscale.testing import pretend_rank
 
 SGD = keras.optimizers.SGD
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
@@ -111,7 +109,7 @@ def test_velocities_that_contain_rates_are_corrected(optimizer, slots, factor):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_warmup_formula(size, capsys):
-    with mock.patch.object(runtime, "size", lambda: size):
+    with pretend_rank(size=size):
         warmup = LearningRateWarmupCallback(0.4, warmup_epochs=3, verbose=1)
         rates, _ = fit(model_with(SGD(0.4)), [warmup], epochs=5)
     reached = np.minimum(np.arange(1, 11) / 2, 3.0)

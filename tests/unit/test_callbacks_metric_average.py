@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale.callbacks import MetricAverageCallback
 from tfscale.config import ConfigError
+from tfscale.testing import FakeRanks
 
 SHARES = (10, 24, 4)  # samples of each rank, in two batches
 VALIDATION_SHARES = (6, 2, 9)

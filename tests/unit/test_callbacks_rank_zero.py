@@ -1,17 +1,16 @@
 """Callbacks of which one rank acts: RankZero and the checkpoints."""
 
 import threading
-from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 
-from tests.helpers.fake_ranks import FakeRanks, single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale.callbacks import BestModelCheckpoint, ModelCheckpoint
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
-from tfscale.comm import runtime
 from tfscale.optimizer.saving import make_saves_safe
+from tfscale.testing import FakeRanks, pretend_rank
 
 X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
 
@@ -46,7 +45,7 @@ def test_best_model_checkpoint_keeps_the_best(tmp_path):
     scores = keras.callbacks.LambdaCallback(on_epoch_end=score)
     for rank in (0, 1):
         best = BestModelCheckpoint("score", mode="min", filepath=str(path))
-        with mock.patch.object(runtime, "rank", lambda rank=rank: rank):
+        with pretend_rank(rank):
             compiled().fit(X, X + 1.0, epochs=3, verbose=0, callbacks=[scores, best])
         assert best.best == 1.0
     saved = keras.models.load_model(path).get_weights()[0]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.ranks import require_identical
 from tests.unit.checkpoint_model import (
     BATCH,
     STEPS,
@@ -35,6 +34,7 @@ from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import continue_epoch
 from tfscale.internals.stack import running_fit
+from tfscale.testing import require_identical
 
 
 def test_rhythms(tmp_path):

@@ -4,7 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-from tests.helpers.ranks import require_identical
 from tests.unit.checkpoint_model import (
     STEPS,
     Act,
@@ -26,12 +25,12 @@ from tfscale.callbacks import (
 from tfscale.checkpoints.files import Part
 from tfscale.checkpoints.resumable import read_counters, restore_counters
 from tfscale.checkpoints.snapshot_restore import Reader
-from tfscale.comm import runtime
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import restore_data
 from tfscale.fit.agreement import require_same_samples
 from tfscale.internals import keras as internals
+from tfscale.testing import pretend_rank, require_identical
 
 callbacks, optimizers = keras.callbacks, keras.optimizers
 
@@ -87,7 +86,7 @@ def test_batches_that_other_ranks_cannot_share(caplog, size, first_step, expecte
     data = as_rank(GlobalBatches(np.zeros(24), np.zeros(24), batch_size=6), 0, size)
     state = {**data.state(), "batch_size": 8, "epoch": 5}
     if expected is None:
-        with pytest.raises(ConfigError, match="batches of 8"):
+        with pytest.raises(ConfigError, match="batch_size=8 in the checkpoint"):
             restore_data(data, state, first_step)
     else:
         restore_data(data, state, first_step)
@@ -165,12 +164,11 @@ def test_numbers_go_to_the_same_one_of_the_same_class(caplog):
     assert here[0].wait == 1 and not caplog.records
 
 
-def test_at_another_number_of_ranks_the_first_one_s_numbers_count(monkeypatch):
+def test_at_another_number_of_ranks_the_first_one_s_numbers_count():
     parts = [Part({"groups": [[0, 1, 2]]}, {}) for _ in range(3)]
     for size, rank, source in ((3, 2, 2), (2, 1, 0), (4, 3, 0)):
-        monkeypatch.setattr(runtime, "size", lambda size=size: size)
-        monkeypatch.setattr(runtime, "rank", lambda rank=rank: rank)
-        assert Reader(parts).source == source
+        with pretend_rank(rank, size):
+            assert Reader(parts).source == source
 
 
 @pytest.mark.parametrize("is_in_front", [False, True])

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tfscale
-from tfscale.comm.compression import Compression
 from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.dense import DenseCalls, ReplicatedCall, require_own
 from tfscale.exchange.plan import GradientOptions
@@ -91,7 +90,7 @@ class FourRanks:
 def chosen(strategy: tfscale.Chunked, *layers: keras.layers.Layer) -> list[str]:
     """Return the layers that exchange activations; choosing twice changes nothing."""
     model = keras.Sequential([keras.Input((64,)), *layers])
-    calls, ranks = DenseCalls(GradientOptions(compression=Compression.none)), FourRanks()
+    calls, ranks = DenseCalls(GradientOptions(compression=tfscale.Compression.none)), FourRanks()
 
     def choose() -> bool:
         return calls.choose(

@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.helpers.launching import launch_script
+from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale import Average, Compression, Max, Min, Product, Sum
-from tfscale.comm import runtime, start
 from tfscale.config import ConfigError, ExchangeError
+from tfscale.testing import inspect
 
 MODES = pytest.mark.parametrize("run", [lambda f: f, tf.function], ids=["eager", "traced"])
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
@@ -148,7 +148,7 @@ def test_process_set_of_the_only_rank():
 
 
 def test_nothing_works_before_init():
-    start.shutdown()
+    tfscale.shutdown()
     assert not tfscale.is_initialized()
     reduce = lambda: tfscale.allreduce(tf.ones(1))  # noqa: E731
     for call in (tfscale.rank, tfscale.size, tfscale.local_rank, tfscale.cross_size, reduce):
@@ -160,15 +160,15 @@ def test_init_of_one_process():
     tfscale.init()  # again: does nothing
     assert (tfscale.rank(), tfscale.local_rank(), tfscale.cross_rank()) == (0, 0, 0)
     assert (tfscale.size(), tfscale.local_size(), tfscale.cross_size()) == (1, 1, 1)
-    assert runtime.is_single() and runtime.backend().name == "single"
-    start.shutdown()
-    start.shutdown()
+    assert inspect.backend_name() == "single"
+    tfscale.shutdown()
+    tfscale.shutdown()
     process_set = tfscale.ProcessSet([0])
     tfscale.init(process_sets=[process_set])
     assert process_set.included()
-    start.shutdown()
+    tfscale.shutdown()
     tfscale.init(process_sets="Dynamic")
-    start.shutdown()
+    tfscale.shutdown()
     for wrong in ({"backend": "mpi"}, {"process_sets": "static"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             tfscale.init(**wrong)

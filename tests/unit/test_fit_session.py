@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 from tests.unit.test_callbacks_rank_zero import X, compiled
 from tfscale.callbacks import Callback, MetricAverageCallback, Synchronize
 from tfscale.fit.session import running_session, session_of

@@ -11,7 +11,6 @@ import tfscale
 import tfscale.keras as hvd
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.config import ConfigError
-from tfscale.fit.session import FitSession
 from tfscale.measure.groups import draw_distances
 
 GUARD = tfscale.DistanceGuard(1.0, every=4)
@@ -110,7 +109,7 @@ def test_a_loss_that_is_not_finite_is_no_first_loss(monkeypatch):
     average = types.SimpleNamespace(interval=tf.Variable(64, dtype=tf.int64))
     callback, model = Apart(), keras.Sequential()
     model.optimizer = types.SimpleNamespace(learning_rate=0.1)
-    monkeypatch.setattr(FitSession, "group_average", average)
+    monkeypatch.setattr("tfscale.fit.session.FitSession.group_average", average)
     callback.set_model(model)
     intervals = []
     for loss in (float("nan"), 4.0, 1.0):

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.test_adaptive_batch_size import adaptive, make_data, make_model
 from tfscale.callbacks import epoch_measures as measures
-from tfscale.comm import runtime
+from tfscale.testing import pretend_rank
 
 
 class Process:
@@ -114,5 +114,5 @@ def test_what_is_free(monkeypatch, tmp_path, limit, left, ranks):
         (tmp_path / name).write_text(text)
     (tmp_path / "meminfo").write_text("MemTotal: 200 kB\nMemAvailable:  100 kB\n")
     monkeypatch.setattr(measures, "Path", lambda name: tmp_path / Path(name).name)
-    monkeypatch.setattr(runtime, "local_size", lambda: ranks)
-    assert measures._free_bytes() == (left or 102400) / ranks
+    with pretend_rank(local_size=ranks):
+        assert measures._free_bytes() == (left or 102400) / ranks

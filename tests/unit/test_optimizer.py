@@ -9,11 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale import DistributedGradientTape, DistributedOptimizer
 from tfscale.config import ConfigError
-from tfscale.optimizer import rules
-from tfscale.optimizer.distributed import PartialDistributedOptimizer, distributed_of
+from tfscale.optimizer.distributed import distributed_of
 
 SGD, Adam, LSO = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer
 
@@ -125,7 +124,7 @@ def test_lars_by_hand():
 @pytest.mark.parametrize("rule", [Adam, lambda rate: SGD(rate, clipnorm=1.0)])
 def test_repeated_indices_are_added_up_with_a_warning(rule, caplog, monkeypatch):
     """As Keras does with dense gradients; without tfscale its rules take the parts one by one."""
-    monkeypatch.setattr(rules, "_warned", set())
+    monkeypatch.setattr("tfscale.optimizer.rules._warned", set())
     ours, plain, dense = (weight(np.ones((3, 1))) for _ in range(3))
     wrapped, inner, whole = DistributedOptimizer(rule(0.1)), rule(0.1), rule(0.1)
     for _ in range(2):
@@ -149,7 +148,7 @@ def test_repeated_indices_are_added_up_with_a_warning(rule, caplog, monkeypatch)
 WRAPPERS = (
     lambda **options: DistributedOptimizer(SGD(), **options),
     lambda **options: DistributedGradientTape(tf.GradientTape(), **options),
-    lambda **options: PartialDistributedOptimizer(SGD(), **options),
+    lambda **options: tfscale.PartialDistributedOptimizer(SGD(), **options),
 )
 
 
@@ -204,7 +203,7 @@ def test_optimizers_that_do_not_fit(wrapped, options, text):
 
 def test_other_arguments_that_do_not_fit():
     with pytest.raises(ConfigError, match="local_layers.*Received: str"):
-        PartialDistributedOptimizer(SGD(), local_layers=["dense"])
+        tfscale.PartialDistributedOptimizer(SGD(), local_layers=["dense"])
     for size in (-1, "all", None):
         with pytest.raises(ConfigError, match="bucket_mb"):
             tfscale.Allreduce(bucket_mb=size)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.helpers.fake_ranks import single_job  # noqa: F401
 from tests.helpers.ranks import InterruptAt, Interruption
+from tests.helpers.single_job import single_job  # noqa: F401
 from tests.unit.callback_models import compiled, functional
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import BackupAndRestore

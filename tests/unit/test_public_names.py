@@ -92,10 +92,8 @@ def test_defaults():
 
 
 def test_software(monkeypatch):
-    from tfscale.comm import software
-
     assert isinstance(hvd.gloo_built(), bool)  # Horovod's, where that is installed
-    monkeypatch.setattr(software, "is_installed", lambda: False)
+    monkeypatch.setattr("tfscale.comm.software.is_installed", lambda: False)
     for name in ("gloo_enabled", "gloo_built", "cuda_built", "rocm_built"):
         assert getattr(hvd, name)() is False
     assert hvd.nccl_built() == 0

@@ -6,7 +6,7 @@ import tensorflow as tf
 from datasets import div2k
 from PIL import Image
 
-from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from datasets import imagenet, tfrecords
 from PIL import Image
 
-from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 
 CLASSES = ("n01", "n02", "n03")
 COUNT = 120  # training pictures: one of them is less than 1 %

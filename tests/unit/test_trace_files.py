@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from tfscale.comm import chrome, timeline
-from tfscale.comm.events import INPUT_SLOT, measure_offset, wait_slot
+from tfscale.comm.events import measure_offset
+from tfscale.comm.stamps import INPUT_SLOT, wait_slot
 from tfscale.launcher import cli
 from tfscale.measure import analysis
 from tfscale.measure.analysis import Key
 from tfscale.measure.report import FILE_NAME, read_rows, table
+from tfscale.testing import pretend_rank
 
 EVENT = np.dtype(
     [(f"{name}_ns", np.int64) for name in ("posted", "started", "ended")]
@@ -146,8 +148,7 @@ def test_a_timeline_is_of_the_ranks_of_its_job(tmp_path):
 def test_a_job_that_begins_removes_what_an_earlier_one_has_left(tmp_path):
     write_parts(tmp_path, 0, 1, 10)
     with (
-        mock.patch("tfscale.comm.runtime.rank", return_value=0),
-        mock.patch("tfscale.comm.runtime.size", return_value=2),
+        pretend_rank(0, 2),
         mock.patch("tfscale.comm.timeline._start"),
     ):
         timeline.start_automatic(str(tmp_path))

@@ -14,11 +14,11 @@ from tfscale.config import ConfigError
 from tfscale.launcher.tune.scripts import (
     FILES_AND_STOPS,
     RATES_AND_SIZES,
-    _Done,
-    _enlarge,
-    _GroupsProbe,
-    _regroup,
+    Done,
+    GroupsProbe,
     arguments_of,
+    enlarge,
+    regroup,
 )
 from tfscale.measure.groups import (
     GroupProbe,
@@ -121,8 +121,8 @@ def test_a_probe_counts_steps_and_not_executions(steps_per_execution, tmp_path):
     model = compiled(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     model.compile(model.optimizer, "mse", steps_per_execution=steps_per_execution)
     x = np.ones((16, 3), "float32")  # two epochs of four steps
-    probe = _GroupsProbe(settings, tfscale.callbacks.ModelDistance())
-    with pytest.raises(_Done):
+    probe = GroupsProbe(settings, tfscale.callbacks.ModelDistance())
+    with pytest.raises(Done):
         model.fit(x, x[:, :2], batch_size=4, epochs=9, verbose=0, callbacks=[probe])
     assert int(model.optimizer.iterations) == 8
     found = json.loads((tmp_path / "found.json").read_text())
@@ -136,8 +136,8 @@ def test_a_probe_counts_steps_and_not_executions(steps_per_execution, tmp_path):
 
 def test_each_group_gets_the_batches_of_the_script():
     data = tfscale.data.GlobalBatches(np.zeros((64, 2)), batch_size=8)
-    _enlarge(data, 4)
-    _enlarge(np.zeros((64, 2)), 4)  # Keras's own batches are a rank's already
+    enlarge(data, 4)
+    enlarge(np.zeros((64, 2)), 4)  # Keras's own batches are a rank's already
     assert data.batch_size == 32
 
 
@@ -155,7 +155,7 @@ def regrouped(rule, learning_rate=None, **options):
     """Return a model whose optimizer trains four groups, at twice the rate."""
     model = compiled(tfscale.DistributedOptimizer(rule, **options))
     settings = {"groups": 4, "interval": 3, "rate_rule": "sqrt", "learning_rate": learning_rate}
-    _regroup(model, settings)
+    regroup(model, settings)
     assert type(model.optimizer) is tfscale.DistributedOptimizer
     assert vars(model.optimizer.strategy).items() >= {"groups": 4, "interval": 3}.items()
     return model
@@ -200,4 +200,4 @@ def test_other_optimizers_are_refused_and_the_reduction_stays():
     with pytest.raises(ConfigError, match="ExponentialDecay. Pass --learning-rate"):
         regrouped(keras.optimizers.SGD(SCHEDULE))
     with pytest.raises(ConfigError, match="SGD. Wrap the optimizer"):
-        _regroup(compiled(keras.optimizers.SGD(0.1)), {"groups": 2})
+        regroup(compiled(keras.optimizers.SGD(0.1)), {"groups": 2})

@@ -7,11 +7,12 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.fake_ranks import single_job  # noqa: F401
+from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale.launcher import cli
-from tfscale.launcher.tune.links import _SIZES, _link_of, machine_from, spread_of, too_noisy
+from tfscale.launcher.tune.links import SIZES, link_of, machine_from, spread_of, too_noisy
 from tfscale.plan.costs import transfer_s
 from tfscale.plan.machines import PRESETS
+from tfscale.testing import pretend_rank
 
 
 def options(**given):
@@ -58,14 +59,14 @@ def test_spread_is_half_of_the_middle_half_and_noise_is_not_trusted():
 def test_the_equations_are_solved():
     """Gathers of alpha = 1 ms and 1 ns per byte over 3 ranks, and sums of half a ns per byte."""
 
-    gathers = [2e-3 + n * (2 / 3) * 1e-9 for n in _SIZES]
-    sums = [2 * gather + n * 0.5e-9 for n, gather in zip(_SIZES, gathers, strict=True)]
-    found = _link_of(3, gathers, sums)
+    gathers = [2e-3 + n * (2 / 3) * 1e-9 for n in SIZES]
+    sums = [2 * gather + n * 0.5e-9 for n, gather in zip(SIZES, gathers, strict=True)]
+    found = link_of(3, gathers, sums)
     assert found["latency_s"] == pytest.approx(1e-3)
     assert found["bytes_per_s"] == pytest.approx(1e9)
     assert found["reduce_bytes_per_s"] == pytest.approx(2e9)
     # Sums that are hidden by the messages cost nothing, not less than nothing.
-    assert _link_of(3, gathers, gathers)["reduce_bytes_per_s"] == pytest.approx(1e13)
+    assert link_of(3, gathers, gathers)["reduce_bytes_per_s"] == pytest.approx(1e13)
 
 
 def test_a_machine_of_two_hosts_is_found_again(monkeypatch):
@@ -79,14 +80,13 @@ def test_a_machine_of_two_hosts_is_found_again(monkeypatch):
     )
 
     def rounds(n_ranks):
-        gathers = [transfer_s(n, n_ranks, truth) for n in _SIZES]
-        sums = [2 * s + n / truth.reduce_bytes_per_s for n, s in zip(_SIZES, gathers, strict=True)]
-        return [_link_of(n_ranks, gathers, sums)] * 3
+        gathers = [transfer_s(n, n_ranks, truth) for n in SIZES]
+        sums = [2 * s + n / truth.reduce_bytes_per_s for n, s in zip(SIZES, gathers, strict=True)]
+        return [link_of(n_ranks, gathers, sums)] * 3
 
-    monkeypatch.setattr("tfscale.comm.runtime.local_size", lambda: 4)
-    monkeypatch.setattr("tfscale.comm.runtime.size", lambda: 8)
     compute = [{"flops_per_s": 1e9, "half_batch": 1.0, "memory_bytes_per_s": 1e9}] * 3
-    found = machine_from(rounds(8), rounds(4), compute)
+    with pretend_rank(size=8, local_size=4):
+        found = machine_from(rounds(8), rounds(4), compute)
     assert found.ranks_per_host == 4
     for name in ("latency_s", "host_latency_s", "bytes_per_s", "host_bytes_per_s"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name)), name

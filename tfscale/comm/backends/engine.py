@@ -407,10 +407,6 @@ class EngineBackend(Backend):
     def start_incarnation(self, number: int) -> None:
         self._library.call("start_incarnation", number)
 
-    def take_events(self) -> list[Event]:
-        events = self.event_array()
-        return [Event.from_buffer_copy(event) for event in events[events["slot"] >= 0]]
-
     def event_array(self) -> np.ndarray:
         taken = self._library.call("take_events", self._events, len(self._events))
         return np.frombuffer(self._events, np.dtype(Event), taken).copy()

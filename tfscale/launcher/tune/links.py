@@ -32,8 +32,8 @@ from tfscale.plan.costs import share
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine
 
-_SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
-_ROUNDS = 7
+SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
+ROUNDS = 7
 _FREE_S = 1e-13  # per byte: sums that fully overlap with messages
 _WIDTH = 2048  # of the matrix that stands for a layer
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -61,15 +61,15 @@ def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], An
 def measure_links(members: ProcessSet) -> list[Round]:
     """Return latency, bandwidth and speed of sums, one entry per round. Collective."""
     size = members.size()
-    runs = {n: _collectives(n, members) for n in _SIZES}
+    runs = {n: _collectives(n, members) for n in SIZES}
     rounds = []
-    for number in range(-1, _ROUNDS):  # the first one warms up
+    for number in range(-1, ROUNDS):  # the first one warms up
         found: dict[str, list[float]] = {"allgather": [], "allreduce": []}
         for own in runs.values():
             for name, run in own.items():
                 found[name].append(layer_times.collective_s(run, members))
         if number >= 0:
-            rounds.append(_link_of(size, found["allgather"], found["allreduce"]))
+            rounds.append(link_of(size, found["allgather"], found["allreduce"]))
     return rounds
 
 
@@ -86,12 +86,12 @@ def measure_inside() -> list[Round]:
     return objects.allgather_object(own)[0]
 
 
-def _link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Round:
+def link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Round:
     """Solve [T] table 4.1 for alpha and beta; an allreduce's remaining time is that of sums."""
-    base_s, slope = fit_line(_SIZES, gathers, is_relative=True)
+    base_s, slope = fit_line(SIZES, gathers, is_relative=True)
     rest = [
         (total - 2 * gather) / n
-        for n, gather, total in zip(_SIZES[-3:], gathers[-3:], sums[-3:], strict=True)
+        for n, gather, total in zip(SIZES[-3:], gathers[-3:], sums[-3:], strict=True)
     ]
     return {
         "latency_s": base_s / (size - 1),
@@ -126,7 +126,7 @@ def measure_compute() -> list[Round]:
     product = tf.function(lambda x: tf.matmul(x, matrix))
     update, n_bytes = layer_times.memory_run()
     rounds = []
-    for number in range(-1, _ROUNDS):
+    for number in range(-1, ROUNDS):
         times = [layer_times.middle_s(partial(product, x)) for x in batches]
         memory_s = layer_times.middle_s(update)
         every = np.max(objects.allgather_object([*times, memory_s]), axis=0)

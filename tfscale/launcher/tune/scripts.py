@@ -56,7 +56,7 @@ RATES_AND_SIZES = (
 )
 
 
-class _Done(Exception):
+class Done(Exception):
     """The measurement is complete."""
 
 
@@ -67,7 +67,7 @@ def _run(words: Sequence[str], fit: Callable[..., Any]) -> None:
         mock.patch.object(sys, "argv", list(words)),
         mock.patch.object(sys, "path", [folder, *sys.path]),
         mock.patch.object(keras.Model, "fit", fit),
-        contextlib.suppress(_Done),
+        contextlib.suppress(Done),
     ):
         runpy.run_path(words[0], run_name="__main__")
 
@@ -129,7 +129,7 @@ def measure_script(
                 )
                 stages.append(found)
             if not left:
-                raise _Done
+                raise Done
 
         watch = keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda epoch, logs: look(epoch - first),
@@ -181,7 +181,7 @@ def _readable(given: dict[str, Any]) -> GlobalBatches:
 
 
 def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
-    """Return a replacement of Keras's `fit`: some steps of local SGD, then `_Done`.
+    """Return a replacement of Keras's `fit`: some steps of local SGD, then `Done`.
 
     `settings` has "groups", "interval", "steps", "rate_rule", "learning_rate" (or None), and
     "output", the JSON file that rank 0 writes.
@@ -189,20 +189,20 @@ def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
     fit = keras.Model.fit
 
     def run(model: Any, *args: Any, **options: Any) -> Any:
-        _regroup(model, settings)
+        regroup(model, settings)
         left_out = FILES_AND_STOPS + RATES_AND_SIZES
         given = arguments_of(fit, (model, *args), options, left_out)
-        _enlarge(given.get("x"), settings["groups"])
+        enlarge(given.get("x"), settings["groups"])
         record = ours.ModelDistance()
         # A script may have no callback that averages groups; two would lose the groups' models.
         unite = [] if show_averages(given["callbacks"]) else [LocalModels()]
-        given["callbacks"] += [*unite, record, _GroupsProbe(settings, record)]
+        given["callbacks"] += [*unite, record, GroupsProbe(settings, record)]
         return fit(**given | {"epochs": 10**6})
 
     return run
 
 
-class _GroupsProbe(ours.Callback):
+class GroupsProbe(ours.Callback):
     """Ends a `fit` after some steps and writes the distances in `record`."""
 
     def __init__(self, settings: dict[str, Any], record: ours.ModelDistance) -> None:
@@ -216,14 +216,17 @@ class _GroupsProbe(ours.Callback):
         return float(np.asarray(self.model.optimizer.learning_rate))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Note the learning rate."""
         super().on_train_begin(logs)
         self._rate = self._present_rate()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the number of steps before the epoch."""
         super().on_epoch_begin(epoch, logs)
         self._n_before = self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the losses of new steps; write the result and end training after the last."""
         super().on_train_batch_end(batch, logs)
         self._n_steps = self._n_before + steps_until(self.model, batch)
         # Keras reports the mean since the epoch began.
@@ -248,10 +251,10 @@ class _GroupsProbe(ours.Callback):
                 "losses": losses.tolist(),
             }
             Path(self._settings["output"]).write_text(json.dumps(result))
-        raise _Done
+        raise Done
 
 
-def _regroup(model: Any, settings: dict[str, Any]) -> None:
+def regroup(model: Any, settings: dict[str, Any]) -> None:
     """Replace the exchange of a model's optimizer by local SGD; its rule stays."""
     optimizer = model.optimizer
     _require_distributed(optimizer)
@@ -281,7 +284,7 @@ def _require_distributed(optimizer: Any) -> None:
         )
 
 
-def _enlarge(data: Any, groups: int) -> None:
+def enlarge(data: Any, groups: int) -> None:
     """Give each group, which is one rank, batches as large as those of all ranks, as in [L]."""
     if isinstance(data, GlobalBatches):
         data.batch_size *= groups
@@ -324,7 +327,7 @@ def train_compressed(words: Sequence[str], settings: dict[str, Any]) -> None:
             metric = min(logs, key=lambda n: (not n.startswith("val_"), n == "val_loss"))
             value = float(tfscale.allreduce(np.float64(logs[metric])))
             write(metric=metric, value=value, **read_steps(output.parent))
-            raise _Done
+            raise Done
 
         report = ours.CommunicationReport(output.parent, every_n_steps=2)
         watch = keras.callbacks.LambdaCallback(

@@ -5,9 +5,6 @@ from collections.abc import Iterator
 import pytest
 
 import tfscale
-from tfscale.testing import FakeRanks
-
-__all__ = ["FakeRanks", "single_job"]
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tfscale.testing import RankResult, require_ok, spawn
+from tfscale.testing import inspect
 
-__all__ = ["RankResult", "cases_of", "engine_only", "require_ok", "sizes", "spawn"]
 _Function = TypeVar("_Function", bound=Callable[[], None])
 
 
@@ -35,8 +34,6 @@ def engine_only(why: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 def require_engine(why: str) -> None:
     """Leave out the case that calls this, or all cases of a module, on the Horovod backend."""
-    from tfscale.testing import inspect  # the parent process needs no TensorFlow
-
     if inspect.backend_name() == "horovod":
         raise unittest.SkipTest(f"not on Horovod: {why}")
 

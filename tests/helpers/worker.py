@@ -1,3 +1,0 @@
-from tfscale.testing.inspect import forget_process_sets
-
-__all__ = ["forget_process_sets"]
