@@ -8,7 +8,6 @@ START = """
 import time
 import keras, numpy as np, tensorflow as tf
 import tfscale
-from tfscale.comm import runtime
 from tfscale.optimizer import futures
 from tests.parallel.futures_model import Posts
 tfscale.init()

@@ -84,7 +84,7 @@ def test_a_script_made_for_horovod_runs(launch, tmp_path):
     assert text.count("horovod.") == 1
     script = tmp_path / "train.py"
     probe = (
-        "\nfrom tfscale.comm import runtime\n"
+        "\nfrom tfscale.testing import inspect\n"
         "print(f'backend {inspect.backend_name()}', flush=True)\n"
     )
     script.write_text(text.replace(HOROVOD_IMPORT, "import tfscale.keras as hvd") + probe)
@@ -102,7 +102,7 @@ FAILING = """
 import time
 import tensorflow as tf
 import tfscale
-from tfscale.comm import runtime
+from tfscale.testing import inspect
 
 tfscale.init()
 assert inspect.backend_name() == "horovod"
