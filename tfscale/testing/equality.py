@@ -24,7 +24,7 @@ def require_close(
     rtol: float = 0.0,
     message: str = "",
 ) -> None:
-    """Require arrays, tensors or variables that differ by `atol + rtol * |expected|` at most."""
+    """Require arrays, tensors or variables that differ by `atol + rtol * abs(expected)` at most."""
     for mine, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(
             _array(mine), _array(wanted), rtol=rtol, atol=atol, err_msg=message
