@@ -1,7 +1,7 @@
 """Horovod's contract, and the death of a rank, on layouts of hosts, equal and uneven.
 
-With RANKS=all (`make test-ranks`) every case of the contract that may have as many ranks runs on
-every layout, otherwise the cases take turns.
+With RANKS=all (`make test-ranks`) every case of the contract that may have as many ranks, and a
+death under every exchange, is on every layout; otherwise they take turns.
 """
 
 import re
@@ -18,6 +18,8 @@ from tests.parallel.test_hosts import LAYOUTS
 from tests.parallel.test_parallel import HAS_ALL_SIZES, find_cases
 
 CONTRACT = {f"tests.parallel.cases_{name}" for names in INTENTS.values() for name in names}
+# Two groups that train apart have equally many ranks.
+DEATHS = [(a, e) for a in LAYOUTS for e in test_matrix.EXCHANGES if (a, e) != ("2+1", "local")]
 
 
 def environ(layout):
@@ -35,12 +37,8 @@ def test_contract(layout):
     assert not bad, "\n".join(f"{r.case}, rank {r.rank}: {r.status}\n{r.text}" for r in bad)
 
 
-# Two groups that train apart have equally many ranks.
 @pytest.mark.timeout(test_matrix.DEADLINE_S + 30)
-@pytest.mark.parametrize(
-    ("layout", "exchange"),
-    [(a, e) for a in LAYOUTS for e in test_matrix.EXCHANGES if (a, e) != ("2+1", "local")],
-)
+@pytest.mark.parametrize(("layout", "exchange"), DEATHS if HAS_ALL_SIZES else DEATHS[::5])
 def test_killed_rank(layout, exchange, tmp_path):
     size, _ = LAYOUTS[layout]
     script = Path(test_matrix.__file__).with_name("job.py")
