@@ -79,9 +79,10 @@ test-all: test-venv
 	@MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib: $(BIN)/python tools/test_all.py --part $(PART) $(ARGS_TEST) -- $(PYTEST)
 
 # `make test-all` runs most cases on several ranks with one number of them; this with 2, 3 and 4, as far as
-# the case allows, and Horovod's contract with 2 and 3: an hour on two cores.
+# the case allows, and Horovod's contract with 2 and 3 and on layouts of hosts: an hour and a half on two cores.
 test-ranks: build
-	@RANKS=all $(BIN)/python -m pytest tests/parallel/test_parallel.py tests/horovod_contract $(PYTEST)
+	@RANKS=all $(BIN)/python -m pytest tests/parallel/test_parallel.py tests/parallel/test_layouts.py \
+	  tests/horovod_contract $(PYTEST)
 
 # clang-tidy reads custom_ops/comm only: TensorFlow's headers would take minutes per file.
 check: venv

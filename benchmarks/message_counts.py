@@ -3,7 +3,8 @@
     python -m benchmarks.message_counts --output docs
 
 starts the engine without TensorFlow on 2 to 64 ranks of this machine, as if each had a host of its
-own, and counts what rank 0 sends; the formulas continue to 1,024 ranks. Times are simulated: ranks
+own, and counts what rank 0 sends; the formulas continue to 1,024 ranks. Times are simulated with
+the constants by which the engine chooses (`kMessageBytes` in custom_ops/comm/reduction.cc): ranks
 that share cores cannot show them.
 """
 
@@ -17,14 +18,15 @@ import sys
 from pathlib import Path
 
 from benchmarks.provenance import ROOT, describe
+from tfscale.plan.costs import relayed
 from tfscale.plan.machines import Link
 
 SIZES = {1024: "1 KB", 4096: "4 KB", 65536: "64 KB", 1 << 20: "1 MB"}
 COUNTED = (2, 4, 8, 16, 32, 64)
 RANKS = tuple(2**k for k in range(1, 11))
 LINK = Link(latency_s=40e-6, bytes_per_s=125e6)
-# As in custom_ops/comm: collectives.h and reduction.cc.
-_DIRECT_BYTES, _DIRECT_RANKS, _RELAYED_BYTES, _ALIGNED = 32 * 1024, 8, 4096, 256
+# As in custom_ops/comm/reduction.cc.
+_DIRECT_BYTES, _ALIGNED = 32 * 1024, 256
 
 
 def rounds(n_ranks: int) -> int:
@@ -34,8 +36,13 @@ def rounds(n_ranks: int) -> int:
 
 def engine(n_bytes: int, n_ranks: int) -> tuple[int, int]:
     """Return the messages and bytes that rank 0 sends in an allreduce of the engine."""
-    if n_ranks > _DIRECT_RANKS and n_bytes <= max(_RELAYED_BYTES, _DIRECT_BYTES // n_ranks):
-        return rounds(n_ranks), (n_ranks - 1) * n_bytes
+    if short := relayed(n_bytes, n_ranks, n_ranks):
+        return short.n_messages, int(short.sent_bytes)
+    return direct(n_bytes, n_ranks)
+
+
+def direct(n_bytes: int, n_ranks: int) -> tuple[int, int]:
+    """Return the same where each rank sends to all others, and nothing is passed on."""
     if n_bytes * n_ranks <= _DIRECT_BYTES:
         return n_ranks - 1, (n_ranks - 1) * n_bytes
     segment = math.ceil(n_bytes / n_ranks / _ALIGNED) * _ALIGNED
@@ -71,13 +78,13 @@ def count(n_ranks: int) -> dict[int, tuple[int, int]]:
 
 
 def draw(counts: dict[int, dict[int, tuple[int, int]]], path: Path) -> None:
-    """Write the picture: messages on the left, simulated times on the right."""
+    """Write the picture: messages, bytes, and simulated times."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5))
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(16, 5))
     for width, (n_bytes, name) in zip(
         (4, 1.5, 4, 1.5), SIZES.items(), strict=True
     ):  # some coincide
@@ -85,15 +92,23 @@ def draw(counts: dict[int, dict[int, tuple[int, int]]], path: Path) -> None:
         (line,) = left.plot(RANKS, messages, linewidth=width, label=name)
         points = [(n, of_size[n_bytes][0]) for n, of_size in counts.items()]
         left.plot(*zip(*points, strict=True), "o", color=line.get_color())
+        sent = [engine(n_bytes, n)[1] / n_bytes for n in RANKS]
+        middle.plot(RANKS, sent, linewidth=width, color=line.get_color(), label=name)
+        shares = [(n, of_size[n_bytes][1] / n_bytes) for n, of_size in counts.items()]
+        middle.plot(*zip(*shares, strict=True), "o", color=line.get_color())
         times = [1e3 * simulated_s(engine(n_bytes, n)) for n in RANKS]
         right.plot(RANKS, times, color=line.get_color(), label=name)
         times = [1e3 * simulated_s(halving(n_bytes, n)) for n in RANKS]
         right.plot(RANKS, times, "--", color=line.get_color())
+        times = [1e3 * simulated_s(direct(n_bytes, n)) for n in RANKS]
+        right.plot(RANKS, times, ":", color=line.get_color())
     left.set_title("Messages of rank 0 (points: counted)")
     left.set_ylabel("messages")
+    middle.set_title("Bytes of rank 0, in vectors (points: counted)")
+    middle.set_ylabel("bytes sent / bytes of the vector")
     right.set_ylabel("ms")
-    right.set_title("Simulated ms, 1 Gbit/s, 40 µs (dashed: recursive)")
-    for axis in (left, right):
+    right.set_title("Simulated ms (dashed: recursive, dotted: direct)")
+    for axis in (left, middle, right):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xlabel("ranks, one per host")

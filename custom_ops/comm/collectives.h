@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,12 @@ namespace tfscale {
 
 class Operation;
 using OperationHandle = std::unique_ptr<Operation, void (*)(Operation*)>;
+
+// How the ranks of an allreduce get what they add up, and the sums.
+struct Way {
+  bool is_whole;  // each rank adds up all of the vector, or a segment
+  size_t radix;   // of the Relay; 0: segments are sent directly
+};
 
 struct ReductionArgs {
   DType dtype = DType::kFloat32;
@@ -29,12 +36,8 @@ struct ReductionArgs {
   // Reduce-scatter: elements that rank r receives; must add up to all. Empty:
   // allreduce, every rank receives everything.
   std::vector<size_t> scatter_counts;
-  // Up to this total (bytes times ranks) all vectors come to every rank, which adds them up.
-  size_t direct_bytes = 32 * 1024;
-  // With more ranks they come in log2(ranks) messages, through other ranks, instead of ranks - 1,
-  // and so do all vectors of up to so many bytes: segments would need 2 * (ranks - 1) messages.
-  int direct_ranks = 8;
-  size_t relayed_bytes = 4096;
+  // Of an allreduce, for tests. Default: BestWay.
+  std::optional<Way> way;
 };
 
 // A sum of float32 tensors that is sent with few bits: see QuantizedReduction.

@@ -45,11 +45,13 @@ std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& t
 }  // namespace
 
 std::vector<int64_t> Marks::Pack(const Mark& mark) {
-  std::vector<int64_t> data = {mark.incarnation, mark.number, static_cast<int64_t>(mark.kind),
-                               static_cast<int64_t>(mark.counts.size()),
+  std::vector<int64_t> data = {mark.incarnation, mark.number, static_cast<int64_t>(mark.kind), 0,
                                static_cast<int64_t>(mark.text.size())};
-  for (const auto& [plan, count] : mark.counts) {
-    data.insert(data.end(), {plan.first, plan.second, count});
+  for (const auto& [incarnation, counts] : mark.counts) {
+    data[3] += static_cast<int64_t>(counts.size());
+    for (const auto& [plan, count] : counts) {
+      data.insert(data.end(), {incarnation, plan.first, plan.second, count});
+    }
   }
   const size_t end = data.size();
   data.resize(end + (mark.text.size() + sizeof(int64_t) - 1) / sizeof(int64_t));
@@ -63,8 +65,9 @@ Marks::Mark Marks::Unpack(const std::vector<int64_t>& data) {
   mark.number = data.at(1);
   mark.kind = static_cast<MarkKind>(data.at(2));
   size_t i = 5;
-  for (int64_t n = data.at(3); n > 0; --n, i += 3) {
-    mark.counts[{static_cast<int>(data.at(i)), static_cast<int>(data.at(i + 1))}] = data.at(i + 2);
+  for (int64_t n = data.at(3); n > 0; --n, i += 4) {
+    const PlanKey plan{static_cast<int>(data.at(i + 1)), static_cast<int>(data.at(i + 2))};
+    mark.counts[data.at(i)][plan] = data.at(i + 3);
   }
   if (data.at(4) > 0) {
     mark.text.assign(reinterpret_cast<const char*>(&data.at(i)), static_cast<size_t>(data[4]));
@@ -72,10 +75,13 @@ Marks::Mark Marks::Unpack(const std::vector<int64_t>& data) {
   return mark;
 }
 
-void Marks::Send(MarkKind kind, const std::map<PlanKey, int64_t>& counts, const std::string& text) {
+void Marks::Send(MarkKind kind, const RunCounts& counts, const std::string& text) {
   ++generation_;
   DropOld();
-  outgoing_.push_back(Pack({incarnation_, generation_, kind, counts, text}));
+  Mark mark{incarnation_, generation_, kind, {}, text};
+  if (kind == MarkKind::kLeft) mark.counts = past_counts_;
+  mark.counts[incarnation_] = counts;
+  outgoing_.push_back(Pack(mark));
   for (int i = 1; i < world_.comm->size(); ++i) {
     SendTo((world_.comm->rank() + i) % world_.comm->size(), outgoing_.back());
   }
@@ -119,16 +125,24 @@ bool Marks::Poll() {
   }
 }
 
-bool Marks::Excludes(const Mark& mark, const PlanKey& plan, int64_t execution,
-                     int64_t generation) const {
+int64_t Marks::CountOf(const Mark& mark, const PlanKey& plan, bool is_patient) const {
+  const bool is_reset = plan.second != kEager && !is_patient;
+  const auto counts = mark.counts.find(is_reset ? incarnation_ : mark.incarnation);
+  // The rank left before the incarnation of this one, or never called the plan.
+  if (counts == mark.counts.end()) return 0;
+  const auto count = counts->second.find(plan);
+  return count == counts->second.end() ? 0 : count->second;
+}
+
+bool Marks::Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, int64_t generation,
+                     bool is_patient) const {
   if (mark.kind == MarkKind::kFailed) return true;
   if (mark.kind == MarkKind::kQuiet) return false;
   if (mark.kind != MarkKind::kLeft) {
     if (plan.second == kEager) return false;
     if (mark.incarnation != incarnation_ || mark.number != generation + 1) return false;
   }
-  const auto it = mark.counts.find(plan);
-  return execution >= (it == mark.counts.end() ? 0 : it->second);
+  return execution >= CountOf(mark, plan, is_patient);
 }
 
 std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, int64_t generation,
@@ -137,9 +151,8 @@ std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, 
     if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
     for (const Mark& mark : marks) {
       if (is_patient && !IsFinal(mark.kind)) continue;
-      if (!Excludes(mark, plan, execution, generation)) continue;
-      const auto it = mark.counts.find(plan);
-      const int64_t count = it == mark.counts.end() ? 0 : it->second;
+      if (!Excludes(mark, plan, execution, generation, is_patient)) continue;
+      const int64_t count = CountOf(mark, plan, is_patient);
       const std::string text = Explain(mark.kind, rank, count, mark.text);
       return mark.kind == MarkKind::kStop ? Status::Stopped(text) : Status::Failed(text);
     }
@@ -147,7 +160,8 @@ std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, 
   return std::nullopt;
 }
 
-void Marks::StartIncarnation(int64_t incarnation) {
+void Marks::StartIncarnation(int64_t incarnation, const RunCounts& counts) {
+  past_counts_[incarnation_] = counts;
   incarnation_ = incarnation;
   generation_ = 0;
   DropOld();

@@ -37,6 +37,7 @@ enum class MarkKind : int {
 // Names a plan alike on all ranks: group id and plan index; index kEager for
 // the eager collectives of the group.
 using PlanKey = std::pair<int, int>;
+using RunCounts = std::map<PlanKey, int64_t>;
 
 // A rank sets a mark at the end of each epoch of `fit`, with the number of
 // times it ran each plan so far. The time between two marks is a generation.
@@ -44,14 +45,14 @@ using PlanKey = std::pair<int, int>;
 // generation g that a peer's mark g+1 does not count will never be joined by
 // this peer: it is given up at once, with the reason, instead of waiting.
 // Giving up leaves ranks at different places; StartIncarnation, called by all,
-// resets the counts. Costs one small message per peer and epoch, none per step.
-// Used by the communication thread only.
+// resets the counts, except those of eager collectives and patient plans. Costs one small message
+// per peer and epoch, none per step. Used by the communication thread only.
 class Marks {
  public:
   explicit Marks(const Group& world) : world_(world) {}
 
   // Sends a mark to all other ranks. Non-blocking. `text` says why a rank failed.
-  void Send(MarkKind kind, const std::map<PlanKey, int64_t>& counts, const std::string& text = "");
+  void Send(MarkKind kind, const RunCounts& counts, const std::string& text = "");
   // Receives what has arrived; true if anything did.
   bool Poll();
   // Sends a notice to one rank. Non-blocking.
@@ -62,8 +63,9 @@ class Marks {
   // Marks this rank has set in this incarnation.
   int64_t generation() const { return generation_; }
   bool has_received() const { return n_received_ > 0; }
-  // Resets the counts; marks of earlier incarnations are forgotten.
-  void StartIncarnation(int64_t incarnation);
+  // Marks of earlier incarnations are forgotten. `counts` are complete runs in the one that ends,
+  // of plans whose counts are reset.
+  void StartIncarnation(int64_t incarnation, const RunCounts& counts);
 
   // Other ranks that have neither set a mark of this kind nor failed.
   std::vector<int> Without(MarkKind kind) const;
@@ -86,19 +88,25 @@ class Marks {
     int64_t incarnation = 0;
     int64_t number = 0;
     MarkKind kind = MarkKind::kEpochEnd;
-    std::map<PlanKey, int64_t> counts;
+    // By incarnation. A rank that leaves sends all: it may have done its part of a collective of
+    // an earlier one that others have not completed.
+    std::map<int64_t, RunCounts> counts;
     std::string text;
   };
 
   static std::vector<int64_t> Pack(const Mark& mark);
   static Mark Unpack(const std::vector<int64_t>& data);
-  bool Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, int64_t generation) const;
+  // Runs of `plan` that the mark counts where this rank is: in its incarnation, or since the start.
+  int64_t CountOf(const Mark& mark, const PlanKey& plan, bool is_patient) const;
+  bool Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, int64_t generation,
+                bool is_patient) const;
   void DropOld();
   void SendTo(int rank, const std::vector<int64_t>& data);
 
   const Group& world_;
   int64_t incarnation_ = 0;
   int64_t generation_ = 0;
+  std::map<int64_t, RunCounts> past_counts_;  // of this rank, by incarnation
   int n_received_ = 0;
   std::map<int, std::deque<Mark>> received_;  // by world rank
   // Pending messages: their data must stay in place.

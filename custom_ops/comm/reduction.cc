@@ -16,11 +16,43 @@ constexpr size_t kGrain = 16 * 1024;
 constexpr int kContribution = 0;
 constexpr int kResult = 1;   // and one more: see Spread
 constexpr char kSignal = 1;  // of a finished chunk
+// Up to this total (bytes times ranks) few ranks send all of their vectors to each other.
+constexpr size_t kDirectBytes = 32 * 1024;
+constexpr size_t kDirectRanks = 8;
+// With more ranks, some of which share hosts, vectors of up to so many bytes are relayed.
+constexpr size_t kRelayedBytes = 4096;
+// A message between hosts takes as long as so many of its bytes: 40 us on a link of 1 Gbit/s. On
+// faster links it is more, and vectors longer than those that BestWay relays would gain, too.
+constexpr size_t kMessageBytes = 5000;
+// Of what is gathered, which takes no more bytes than with a larger one.
+constexpr size_t kGatherRadix = 2;
+// Of segments on their way to those who add them up. With 16 ranks a vector is sent 1.5 times in
+// 6 messages, with a radix of 2 it would be 2 times in 4 messages and twice as many rounds.
+constexpr size_t kSegmentRadix = 4;
 // Of vectors that are read from memory; other keys are at least 0.
 constexpr int kVectorKey = -2;
 
 bool IsHalf(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBfloat16; }
 }  // namespace
+
+Way BestWay(size_t n_ranks, size_t n_hosts, size_t bytes) {
+  const Way whole{true, kGatherRadix};
+  const Way relayed{false, kSegmentRadix};
+  const Way direct{false, 0};
+  if (n_ranks <= kDirectRanks) return bytes * n_ranks <= kDirectBytes ? Way{true, n_ranks} : direct;
+  if (n_hosts < n_ranks) return bytes <= kRelayedBytes ? whole : direct;
+  const size_t segment = (bytes + n_ranks - 1) / n_ranks;
+  const auto cost = [](const Relay::Load& load, size_t block) {
+    return load.n_messages * kMessageBytes + load.n_blocks * block;
+  };
+  const Relay::Load gather = Relay::GatherLoad(n_ranks, kGatherRadix);
+  const size_t of_whole = cost(gather, bytes);
+  const size_t of_relayed =
+      cost(Relay::AlltoallLoad(n_ranks, kSegmentRadix), segment) + cost(gather, segment);
+  const size_t of_direct = 2 * cost({n_ranks - 1, n_ranks - 1}, segment);
+  if (of_whole <= std::min(of_relayed, of_direct)) return whole;
+  return of_relayed <= of_direct ? relayed : direct;
+}
 
 Reduction::Reduction(ReductionArgs args) : args_(std::move(args)), element_(SizeOf(args_.dtype)) {
   for (size_t count : args_.counts) total_ += count;
@@ -33,16 +65,17 @@ void Reduction::Begin() {
   const bool is_early =
       layout_->is_two_level() && IsHalf(args_.dtype) && args_.op == ReduceOp::kSum;
   (is_early ? host_scale_ : end_scale_) = args_.postscale;
-  const size_t n = static_cast<size_t>(size());
-  const bool is_relayed = size() > args_.direct_ranks && bytes() <= args_.relayed_bytes;
-  const bool is_small = is_allreduce() && (is_relayed || bytes() * n <= args_.direct_bytes);
+  if (is_allreduce()) {
+    const size_t n_hosts = static_cast<size_t>(layout_->n_hosts());
+    way_ = args_.way.value_or(BestWay(static_cast<size_t>(size()), n_hosts, bytes()));
+  }
   const int neighbour = Local()[Local()[0] == rank() && Local().size() > 1 ? 1 : 0];
-  is_by_memory_ = !is_small && transfers_->IsByMemory(neighbour, total_ * element_);
+  is_by_memory_ = way_.radix == 0 && transfers_->IsByMemory(neighbour, total_ * element_);
   is_fetched_ = is_by_memory_ && is_allreduce() && layout_->n_hosts() == 1;
   PackInputs();
   PlanSegments();
-  if (is_small) {
-    ExchangeWhole();
+  if (way_.radix > 0) {
+    ExchangeByRelay();
   } else {
     ExchangeSegments();
   }
@@ -124,58 +157,59 @@ void Reduction::Add(const std::vector<const void*>& sources, char* out, size_t c
   });
 }
 
-// Small vectors: every rank adds up everything. They lie in the order of ranks from this one on.
-void Reduction::ExchangeWhole() {
-  is_whole_ = true;
-  const size_t bytes = total_ * element_;
-  received_ = channel_.buffers->Get(bytes * static_cast<size_t>(size()));
-  if (bytes > 0) std::memcpy(WholeOf(rank()), in_, bytes);
-  n_whole_here_ = 1;
-  if (size() > args_.direct_ranks) {
-    DoubleWhole();
-    return;
+// Blocks are segments that are equally long, filled up with zeros, or whole vectors.
+void Reduction::ExchangeByRelay() {
+  const size_t n = static_cast<size_t>(size());
+  block_ = way_.is_whole ? total_ : (total_ + n - 1) / n;
+  relay_.emplace(channel_, *transfers_, channel_.tag + kContribution, block_ * element_);
+  if (way_.is_whole) {
+    if (total_ > 0) std::memcpy(relay_->BlockFrom(rank()), in_, total_ * element_);
+    relay_->Gather(way_.radix);
+  } else {
+    for (int r = 0; r < size(); ++r) {
+      const size_t begin = std::min(static_cast<size_t>(r) * block_, total_);
+      const size_t bytes = std::min(block_, total_ - begin) * element_;
+      if (bytes > 0) std::memcpy(relay_->BlockFor(r), in_ + begin * element_, bytes);
+      std::memset(relay_->BlockFor(r) + bytes, 0, block_ * element_ - bytes);
+    }
+    relay_->Alltoall(way_.radix);
   }
-  for (int i = 1; i < size(); ++i) {
-    const int sender = (rank() - i + size()) % size();
-    transfers_->ReceiveMessage(WholeOf(sender), bytes, sender, channel_.tag + kContribution, 1);
-  }
-  for (int i = 1; i < size(); ++i) {
-    transfers_->SendMessage(in_, bytes, (rank() + i) % size(), channel_.tag + kContribution);
-  }
+  if (relay_->is_complete()) OnRelayed();  // one rank
 }
 
-// Gets as many vectors more as are here, less only at the end, from the rank that has them.
-void Reduction::DoubleWhole() {
-  const int n = std::min(n_whole_here_, size() - n_whole_here_);
-  const size_t bytes = total_ * element_ * static_cast<size_t>(n);
-  const int source = (rank() + n_whole_here_) % size();
-  const int target = (rank() - n_whole_here_ + size()) % size();
-  transfers_->ReceiveMessage(WholeOf(source), bytes, source, channel_.tag + kContribution, n);
-  transfers_->SendMessage(WholeOf(rank()), bytes, target, channel_.tag + kContribution);
-}
-
-char* Reduction::WholeOf(int other) const {
-  const int row = (other - rank() + size()) % size();
-  return received_.get() + static_cast<size_t>(row) * total_ * element_;
+void Reduction::OnRelayed() {
+  if (way_.is_whole) {
+    ReduceBlocks(out_);
+  } else if (!is_summed_) {
+    ReduceBlocks(relay_->BlockFrom(rank()));
+    is_summed_ = true;
+    relay_->Gather(kGatherRadix);
+    if (relay_->is_complete()) OnRelayed();  // one rank
+  } else {
+    for (size_t begin = 0, r = 0; begin < total_; begin += block_, ++r) {
+      std::memcpy(out_ + begin * element_, relay_->BlockFrom(static_cast<int>(r)),
+                  std::min(block_, total_ - begin) * element_);
+    }
+  }
 }
 
 // As in segments: the bits must not depend on the size of a vector.
-void Reduction::ReduceWhole() {
+void Reduction::ReduceBlocks(char* out) {
   std::vector<const void*> sources;
   BufferPool::Buffer sums{nullptr, {}};
   if (!layout_->is_two_level()) {
-    for (int r = 0; r < size(); ++r) sources.push_back(WholeOf(r));
+    for (int r = 0; r < size(); ++r) sources.push_back(relay_->BlockFrom(r));
   } else {
-    sums = channel_.buffers->Get(total_ * element_ * static_cast<size_t>(layout_->n_hosts()));
+    sums = channel_.buffers->Get(block_ * element_ * static_cast<size_t>(layout_->n_hosts()));
     for (int host = 0; host < layout_->n_hosts(); ++host) {
       std::vector<const void*> local;
-      for (int r : layout_->RanksOf(host)) local.push_back(WholeOf(r));
-      char* sum = sums.get() + static_cast<size_t>(host) * total_ * element_;
-      Add(local, sum, total_, host_scale_);
+      for (int r : layout_->RanksOf(host)) local.push_back(relay_->BlockFrom(r));
+      char* sum = sums.get() + static_cast<size_t>(host) * block_ * element_;
+      Add(local, sum, block_, host_scale_);
       sources.push_back(sum);
     }
   }
-  Add(sources, out_, total_, end_scale_);
+  Add(sources, out, block_, end_scale_);
 }
 
 std::vector<int> Reduction::OwnersAt(int rank) const {
@@ -395,13 +429,9 @@ void Reduction::Advance(const std::vector<int>& completed) {
   for (int key : completed) {
     if (key == kVectorKey) {
       vectors_->OnCompleted();
-    } else if (is_whole_) {
-      n_whole_here_ += key;
-      if (n_whole_here_ == size()) {
-        ReduceWhole();
-      } else if (size() > args_.direct_ranks) {
-        DoubleWhole();
-      }
+    } else if (relay_) {
+      relay_->OnCompleted(key);
+      if (relay_->is_complete()) OnRelayed();
     } else if (!spread_ || !spread_->OnCompleted(key)) {
       const Arrival& arrival = arrivals_[static_cast<size_t>(key)];
       if (arrival.owner >= 0) {
@@ -419,7 +449,6 @@ void Reduction::Advance(const std::vector<int>& completed) {
 
 void Reduction::Finish() {
   if (!left_.empty() || !fetches_.empty()) return;
-  if (is_whole_ && size() == 1) ReduceWhole();
   if (packed_out_) {
     size_t offset = 0;
     for (size_t i = 0; i < args_.outputs.size(); ++i) {

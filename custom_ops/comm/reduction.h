@@ -11,9 +11,13 @@
 #include "comm/collectives.h"
 #include "comm/host_vectors.h"
 #include "comm/operation.h"
+#include "comm/relay.h"
 #include "comm/spread.h"
 
 namespace tfscale {
+
+// The way that takes an allreduce of `bytes` the least time. Equal on all ranks, as these are.
+Way BestWay(size_t n_ranks, size_t n_hosts, size_t bytes);
 
 // out = postscale * sum over ranks of prescale * in: over the ranks of each host, in
 // their order, and then over the hosts, in theirs. The order does not depend on
@@ -27,6 +31,9 @@ namespace tfscale {
 // are sent in chunks, so adding chunk c overlaps the transfer of chunk c+1 and of the
 // sums before it. Over the link of a host 2 * (hosts-1)/hosts * bytes are sent, as by
 // the best allreduce algorithms.
+//
+// Smaller vectors come to their owners, and the sums to all ranks, by a Relay: fewer messages,
+// more bytes. Of the smallest ones all of every vector comes to all ranks (BestWay).
 // Inputs and outputs must not overlap.
 class Reduction : public Operation {
  public:
@@ -72,11 +79,10 @@ class Reduction : public Operation {
 
   void PackInputs();
   void PlanSegments();
-  void ExchangeWhole();
-  void DoubleWhole();
-  // Of the vector of a rank, where all of them come to this one.
-  char* WholeOf(int rank) const;
-  void ReduceWhole();
+  void ExchangeByRelay();
+  void OnRelayed();
+  // Adds up the blocks of all ranks, in the order of the reduction.
+  void ReduceBlocks(char* out);
   void ExchangeSegments();
   // Those whose segments `rank` adds up for its host, other hosts' first.
   std::vector<int> OwnersAt(int rank) const;
@@ -106,15 +112,17 @@ class Reduction : public Operation {
   char* out_ = nullptr;  // all of the vector, or the own segment when scattering
   BufferPool::Buffer packed_in_{nullptr, {}};
   BufferPool::Buffer packed_out_{nullptr, {}};
-  BufferPool::Buffer received_{nullptr, {}};  // sums of other hosts; small: of all ranks
+  BufferPool::Buffer received_{nullptr, {}};  // sums of other hosts
   std::optional<HostLayout> flat_;
   const HostLayout* layout_ = nullptr;
   double host_scale_ = 1.0;  // of the sum over a host
   double end_scale_ = 1.0;   // of the sum over all
   std::vector<Segment> segments_;
   Segment own_{0, 0};
-  bool is_whole_ = false;    // every rank reduces everything
-  int n_whole_here_ = 0;     // vectors: of this rank and of those that follow it
+  Way way_{false, 0};
+  std::optional<Relay> relay_;
+  size_t block_ = 0;         // of the relay, in elements
+  bool is_summed_ = false;   // the blocks of the relay are sums
   std::vector<Lane> lanes_;  // the last one is this rank's own
   // Inside of the host ranks read each other's vectors, and their results, too, if there
   // is no other host. Then in_ and out_ are null where tensors stay in their places.

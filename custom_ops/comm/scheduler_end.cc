@@ -63,7 +63,7 @@ void Scheduler::EndAll(const Status& why) {
 void Scheduler::Mark(MarkKind kind) {
   // A rank that leaves in the middle of a run takes no further part in this run.
   const bool is_leaving = kind == MarkKind::kLeft;
-  std::map<PlanKey, int64_t> counts;
+  RunCounts counts;
   for (const auto& [id, queue] : queues_) {
     counts[queue->key()] = is_leaving ? queue->n_complete_executions() : queue->n_executions();
   }
@@ -88,10 +88,13 @@ void Scheduler::StartIncarnation(int incarnation) {
   }
   incarnation_ = incarnation;
   n_given_up_ = 0;
+  RunCounts counts;
   for (auto& [id, queue] : queues_) {
-    if (!queue->is_patient()) queue->Reset();
+    if (queue->is_patient()) continue;
+    counts[queue->key()] = queue->n_complete_executions();
+    queue->Reset();
   }
-  marks_.StartIncarnation(incarnation);
+  marks_.StartIncarnation(incarnation, counts);
 }
 
 void Scheduler::Leave() {

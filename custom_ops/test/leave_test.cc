@@ -102,6 +102,48 @@ TEST(ASlowTransferIsNotStalled) {
   slow.Check();
 }
 
+// The root of a broadcast needs no other rank for its part: it can be an incarnation ahead, and
+// leave, before the others begin. They get what it sent, and no more.
+TEST(WhatARankSentInAnEarlierIncarnationArrivesAfterItLeft) {
+  for (const char* name : {"train", "save (meeting)"}) {
+    Job job;
+    if (job.size() == 1) return;
+    const int plan = job.engine().plans().Create(0, name);
+    const Place place{name, 0, plan, job.engine().plans().AddSlot(plan, name)};
+    std::vector<int> number(1);
+    const auto broadcast = [&](int step) {
+      number[0] = job.rank() == 0 ? step : -1;
+      return Post(MakeBroadcast(number.data(), number.data(), sizeof(int), 0), place).get();
+    };
+    CHECK_TRUE(broadcast(5).ok());
+    if (job.rank() == 0) {
+      CHECK_TRUE(broadcast(6).ok());
+      job.engine().StartIncarnation(1);
+      continue;
+    }
+    CHECK_EQ(number[0], 5);
+    // Ends when this rank knows that the other has left.
+    const std::vector<int> all = job.Ranks([](int) { return true; });
+    CHECK_CONTAINS(Sum(all, job.rank(), 10, 0, {}).Wait().message, "rank 0 has left the job");
+    CHECK_EQ(broadcast(-1).message, std::string());
+    CHECK_EQ(number[0], 6);
+    CHECK_CONTAINS(broadcast(-1).message, "rank 0 has left the job");
+  }
+}
+
+// What it did in an earlier incarnation counts for nothing in the next.
+TEST(ARankThatLeftTakesNoPartInTheNextIncarnation) {
+  Job job;
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", 2);
+  for (int step = 0; step < 3; ++step) plan.Run(step);
+  if (job.rank() == 0) return;
+  job.engine().StartIncarnation(1);
+  for (Sum& sum : plan.PostAll(0)) {
+    CHECK_CONTAINS(sum.Wait().message, "rank 0 has left the job");
+  }
+}
+
 // A failed rank still receives long messages while its program continues.
 TEST(AFailedRankLetsTheOthersEnd) {
   EngineOptions options = ShortLimits();

@@ -1,6 +1,7 @@
 // Allreduce and reduce-scatter on the engine, with every rank's data known to all.
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,13 +13,16 @@ namespace tfscale {
 namespace testing {
 namespace {
 
+// All vectors at every rank, directly or relayed, and segments likewise.
+constexpr Way kWays[] = {{true, 100}, {true, 2}, {false, 0}, {false, 2}};
+
 struct Case {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
   std::vector<size_t> counts;
   double prescale = 1.0;
   double postscale = 1.0;
-  size_t direct_bytes = 32 * 1024;
+  std::optional<Way> way = std::nullopt;
   int ranks_per_host = 0;  // as in EngineOptions
 
   size_t total() const {
@@ -68,9 +72,7 @@ ReductionArgs Args(const Case& c, const std::shared_ptr<Pieces>& pieces, int ran
   args.op = c.op;
   args.prescale = c.prescale;
   args.postscale = c.postscale;
-  args.direct_bytes = c.direct_bytes;
-  args.direct_ranks = c.total() % 2 == 0 ? 8 : 1;  // both ways of small vectors
-  args.relayed_bytes = c.direct_bytes;
+  args.way = c.way;
   args.counts = c.counts;
   const Bytes data = MakeData(c.dtype, c.total(), rank);
   const char* next = data.data();
@@ -100,9 +102,9 @@ TEST(EveryTypeAndReduction) {
   for (DType dtype : kAllTypes) {
     for (ReduceOp op : kAllOps) {
       for (size_t count : {0, 1, 7, 1000}) {
-        for (size_t direct_bytes : {size_t{0}, size_t{1} << 20}) {
+        for (const Way& way : kWays) {
           Case c{dtype, op, {count}};
-          c.direct_bytes = direct_bytes;
+          c.way = way;
           CheckAllreduce(job, c);
         }
       }
@@ -113,9 +115,9 @@ TEST(EveryTypeAndReduction) {
 TEST(SeveralPieces) {
   Job job;
   for (DType dtype : kAllTypes) {
-    for (size_t direct_bytes : {size_t{0}, size_t{1} << 20}) {
+    for (const Way& way : kWays) {
       Case c{dtype, ReduceOp::kSum, std::vector<size_t>(600, 2)};
-      c.direct_bytes = direct_bytes;
+      c.way = way;
       CheckAllreduce(job, c);
       c.counts = {3, 0, 1000, 1, 257};
       CheckAllreduce(job, c);
@@ -149,14 +151,17 @@ TEST(ShortLastChunks) {
 
 // The same bits however a vector is sent, and with any number of threads.
 TEST(CutsDoNotChangeTheResult) {
-  const Case c{DType::kFloat16, ReduceOp::kSum, {1000, 9001}, 0.3, 0.7};
+  Case c{DType::kFloat16, ReduceOp::kSum, {1000, 9001}, 0.3, 0.7};
   for (int64_t chunk_bytes : {100, 1000, 16384, 1 << 20}) {
     EngineOptions options = SmallOptions();
     options.chunk_bytes = chunk_bytes;
     options.max_message_bytes = chunk_bytes == 1000 ? 70 : 100000;
     options.reduce_threads = chunk_bytes == 1 << 20 ? 3 : 1;
     Job job(options);
-    CheckAllreduce(job, c);
+    for (const Way& way : kWays) {
+      c.way = way;
+      CheckAllreduce(job, c);
+    }
   }
 }
 
@@ -167,9 +172,9 @@ TEST(SeveralRanksPerHost) {
     for (DType dtype : kAllTypes) {
       for (ReduceOp op : kAllOps) {
         for (size_t count : {0, 1, 7, 1000, 10007}) {
-          for (size_t direct_bytes : {size_t{0}, size_t{1} << 20}) {
+          for (const Way& way : kWays) {
             Case c{dtype, op, {count, 3}};
-            c.direct_bytes = direct_bytes;
+            c.way = way;
             c.ranks_per_host = layout.ranks_per_host;
             CheckAllreduce(job, c);
           }

@@ -41,9 +41,12 @@ def every_cost(n_bytes: float, n_ranks: int, machine: Machine) -> list[float]:
     # A batch of all ranks together: what is gathered does not shrink with the ranks.
     scenario = dense_scenario((64, max(1, int(n_bytes // 4096))), 4 * 1024, n_ranks, machine)
     sharded, partial, replicated = (message_bytes(scenario, 0, kind) for kind in KINDS[1:])
+    # The engine relays by constants of its own, which need not suit the machine.
+    n_direct = min(n_ranks, 8)
     return [
         costs.transfer_s(n_bytes, n_ranks, machine),
-        *(costs.allreduce_s(n_bytes, n_ranks, machine, a) for a in ALGORITHMS),
+        costs.allreduce_s(n_bytes, n_direct, machine, "direct"),
+        *(costs.allreduce_s(n_bytes, n_ranks, machine, a) for a in ALGORITHMS[1:]),
         *map(scenario.transfer_s, (*sharded, *replicated, *partial[1:])),
     ]
 
@@ -116,6 +119,38 @@ def test_a_rank_sends_one_message_to_each_other_host(per_host, n_ranks, between,
     slower = dataclasses.replace(machine, latency_s=3.0)
     fast_s, slow_s = (costs.allreduce_s(1e9, n_ranks, m, "direct") for m in (machine, slower))
     assert slow_s - fast_s == pytest.approx(2 * between * 2.0)
+
+
+def test_allreduces_that_are_relayed_by_hand():
+    """16 ranks, to the base 4: each of 2 digits is zero for 4 of the 16 blocks."""
+    assert costs.relayed(1024, 16, 16) == (4, 15 * 1024, 16 * 1024)
+    assert costs.relayed(65536, 16, 16) == (2 * 3 + 4, (2 * 12 + 15) * 4096, 65536)
+    assert costs.relayed(65537, 16, 16) == (10, 39 * 4100, 16 * 4100)  # whole values
+    assert costs.relayed(65536, 1024, 1024) == (5 * 3 + 10, (5 * 768 + 1023) * 64, 65536)
+    # Digits other than zero of 0 to 16: 12 in the first place, 12 in the second, 1 in the third.
+    assert costs.relayed(65536, 17, 17)[:2] == (3 + 3 + 1 + 5, (25 + 16) * 3856)
+    assert costs.relayed(262144, 16, 16) is None  # few bytes rather than few messages
+    assert costs.relayed(1024, 8, 8) is None
+    assert costs.relayed(4096, 16, 4) == (4, 15 * 4096, 16 * 4096)
+    assert costs.relayed(4100, 16, 4) is None  # ranks of a host combine first
+    assert costs.allreduce_s(65536, 16, SIMPLE, "direct") == pytest.approx(
+        10 * 1.0 + 39 * 4096 / 10 + 65536 / 4
+    )
+    # The vectors of 16 ranks pass a link of 4 of them.
+    shared = dataclasses.replace(SIMPLE, ranks_per_host=4, host_bytes_per_s=1e6)
+    assert costs.allreduce_s(4096, 16, shared, "direct") == pytest.approx(
+        4 * 1.0 + 15 * 4096 * 4 / 10 + 16 * 4096 / 4
+    )
+
+
+@given(st.integers(0, 10**8), st.integers(9, 1024))
+def test_relaying_pays_on_the_links_that_it_is_made_for(n_bytes, n_ranks):
+    machine = dataclasses.replace(SIMPLE, latency_s=40e-6, bytes_per_s=125e6)
+    machine = dataclasses.replace(machine, reduce_bytes_per_s=1e30)
+    found = costs.allreduce_s(n_bytes, n_ranks, machine, "direct")
+    # The last segment may be shorter than the others.
+    most = 2 * costs.transfer_s(n_bytes + 4 * n_ranks, n_ranks, machine)
+    assert found <= most * (1 + 1e-9)
 
 
 def test_a_machine_survives_its_file_and_what_is_none_is_refused(tmp_path):

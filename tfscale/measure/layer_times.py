@@ -22,7 +22,7 @@ from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.events import Listener, clock_ns
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
-from tfscale.plan.costs import Scenario, share
+from tfscale.plan.costs import Scenario, relayed, share
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import LayerTimes, Machine
 from tfscale.plan.parts import bucketed
@@ -246,9 +246,11 @@ def measured_machine(
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
     byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
+    short = relayed(_SHORT * BYTES_PER_VALUE, n_ranks, n_ranks)
+    n_messages = short.n_messages if short else 2 * (n_ranks - 1)
     machine = known or Machine(
         name="measured",
-        latency_s=found.message_s / (2 * (n_ranks - 1)),
+        latency_s=found.message_s / n_messages,
         bytes_per_s=2 * share(n_ranks) / byte_s,
         reduce_bytes_per_s=_FREE,
         flops_per_s=_FREE,

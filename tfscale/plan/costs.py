@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE
@@ -13,6 +14,8 @@ from tfscale.plan.machines import LayerTimes, Link, Machine
 
 # Algorithms that sum whole gradients, see `allreduce_s`.
 Algorithm = Literal["direct", "recursive", "mpi"]
+# As in custom_ops/comm/reduction.cc.
+_FEW_RANKS, _SHARED_HOST_BYTES, _MESSAGE_BYTES, _RADIX = 8, 4096, 5000, 4
 
 
 def transfer_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
@@ -22,6 +25,49 @@ def transfer_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
     """
     seconds_per_byte = share(n_ranks) / machine.link(n_ranks).bytes_per_s
     return machine.messages_s(n_ranks) + n_bytes * seconds_per_byte
+
+
+class Relayed(NamedTuple):
+    """Messages and bytes of one rank in an allreduce that passes other ranks."""
+
+    n_messages: int
+    sent_bytes: float
+    summed_bytes: float
+
+
+def relayed(n_bytes: float, n_ranks: int, n_hosts: int) -> Relayed | None:
+    """Return what the engine relays for an allreduce; None if its ranks send directly.
+
+    The choice is that of `BestWay` in custom_ops/comm/reduction.cc, whose constants do not depend
+    on the machine: few messages for short vectors, few bytes for long ones.
+    """
+    if n_ranks <= _FEW_RANKS:
+        return None
+    rounds = math.ceil(math.log2(n_ranks))
+    whole = Relayed(rounds, (n_ranks - 1) * n_bytes, n_ranks * n_bytes)
+    if n_hosts < n_ranks:
+        return whole if n_bytes <= _SHARED_HOST_BYTES else None
+    block = math.ceil(n_bytes / n_ranks / BYTES_PER_VALUE) * BYTES_PER_VALUE
+    n_messages, n_blocks = _alltoall(n_ranks)
+    parts = Relayed(n_messages + rounds, (n_blocks + n_ranks - 1) * block, n_ranks * block)
+    direct = Relayed(2 * (n_ranks - 1), 2 * (n_ranks - 1) * block, n_bytes)
+    best = min((whole, parts, direct), key=lambda r: r.n_messages * _MESSAGE_BYTES + r.sent_bytes)
+    return None if best is direct else best
+
+
+@functools.cache
+def _alltoall(n_ranks: int) -> tuple[int, int]:
+    """Return messages and blocks that a rank sends in a relayed alltoall.
+
+    A block is sent once per digit, other than zero, of the number of ranks between its first and
+    its last rank, to the base `_RADIX`.
+    """
+    n_messages, n_blocks, stride = 0, 0, 1
+    while stride < n_ranks:
+        n_messages += min(_RADIX - 1, (n_ranks - 1) // stride)
+        n_blocks += sum(1 for i in range(n_ranks) if i // stride % _RADIX)
+        stride *= _RADIX
+    return n_messages, n_blocks
 
 
 def share(n_ranks: int) -> float:
@@ -34,7 +80,8 @@ def allreduce_s(
 ) -> float:
     """Return the time of summing a vector over all ranks.
 
-    The engine's algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9;
+    The engine's algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9, or
+    relays short vectors, see `relayed`;
     "recursive" is the faster of a binomial tree, eq. 4.6, and Rabenseifner's algorithm, eq. 4.7;
     "mpi" is MPI's blocking allreduce: the same with `mpi_s_per_byte` for its sums in one thread.
     `link` is `machine.link` by default.
@@ -44,7 +91,16 @@ def allreduce_s(
     link = link or machine.link(n_ranks)
     beta, rounds = 1 / link.bytes_per_s, math.log2(n_ranks)
     if algorithm == "direct":
-        return 2 * transfer_s(n_bytes, n_ranks, machine) + n_bytes / machine.reduce_bytes_per_s
+        n_hosts = machine.n_hosts(n_ranks)
+        short = relayed(n_bytes, n_ranks, n_hosts)
+        if short is None:
+            sent_s = 2 * transfer_s(n_bytes, n_ranks, machine)
+            return sent_s + n_bytes / machine.reduce_bytes_per_s
+        # What is relayed is not combined on hosts: their ranks share the link.
+        is_shared = 1 < n_hosts < n_ranks
+        rate = machine.bytes_per_s / machine.ranks_per_host if is_shared else link.bytes_per_s
+        sent_s = short.n_messages * link.latency_s + short.sent_bytes / rate
+        return sent_s + short.summed_bytes / machine.reduce_bytes_per_s
     halved = 2 * rounds * link.latency_s + 2 * share(n_ranks) * n_bytes * beta
     tree = rounds * (link.latency_s + n_bytes * beta)
     if algorithm == "mpi":

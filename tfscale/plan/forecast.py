@@ -10,7 +10,7 @@ from tfscale.config import ConfigError
 from tfscale.plan import parts
 from tfscale.plan.buckets import auto_bucket_bytes
 from tfscale.plan.choose import LEAST_GAIN, PLAIN, Choice, choose, plain_plan, written_exchanges
-from tfscale.plan.costs import Scenario
+from tfscale.plan.costs import Scenario, allreduce_s
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
 
 AUTO, LOCAL_SGD = "auto", "local SGD"
@@ -213,7 +213,9 @@ def explain(scenario: Scenario, choice: Choice) -> str:
 def _wire_s(scenario: Scenario, place: int, kind: parts.Kind) -> float:
     """Return the time of sending a layer's parameters alone, including sums."""
     messages = parts.message_bytes(scenario, place, kind)
-    summed_s = scenario.sum_s(messages[0]) if kind in ("allreduce", "sharded") else 0.0
+    if kind == "allreduce":
+        return allreduce_s(messages[0], scenario.n_ranks, scenario.machine, "direct")
+    summed_s = scenario.sum_s(messages[0]) if kind == "sharded" else 0.0
     return sum(map(scenario.transfer_s, messages)) + summed_s
 
 
