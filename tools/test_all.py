@@ -30,6 +30,7 @@ OF_SOURCES = ("test_structure", "test_house", "test_packaging", "test_prose")
 # A busy machine takes longer than the usual minutes by up to this factor.
 SLACK = 1.4
 PARALLEL = "tests/parallel/test_parallel.py"
+LAYOUTS = "tests/parallel/test_layouts.py"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ UNITS = (
     Unit("3 ranks", 7.0, (PARALLEL, "-k", "test_case and 3-")),
     Unit("4 ranks", 8.0, (PARALLEL, "-k", "test_case and 4- or test_no_case")),
     Unit("users' scripts", 17.0, ("tests/scripts",)),
-    Unit("jobs", 7.5, ("tests/parallel", f"--ignore={PARALLEL}")),
+    Unit("jobs", 7.5, ("tests/parallel", f"--ignore={PARALLEL}", f"--ignore={LAYOUTS}")),
+    Unit("layouts of hosts", 6.0, (LAYOUTS,)),
     Unit("faults", 11.0, ("tests/faults",)),
     Unit("emulated cluster", 3.0, ("tests/cluster",)),
     Unit("Horovod's contract", 6.0, ("tests/horovod_contract",)),

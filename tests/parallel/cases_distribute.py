@@ -279,6 +279,9 @@ def case_undo_restores_keras():
     def found():
         return [getattr(*place) for place in places] + [os.environ.get("WANDB_MODE")]
 
+    first = keras.Sequential([layers.Dense(1)])
+    first.compile("sgd", "mse")
+    first.fit(np.zeros((1, 1)), np.zeros((1, 1)), verbose=0)  # tfscale watches a job's first `fit`
     before = found()
     with distributed():
         model, _ = convolutional(epochs=1)
