@@ -53,7 +53,7 @@ CONFIGURATIONS = {  # the first is the default, which all others are compared wi
     "theta, 10 % twice": {**_growing, "adaptive_rule": "robust"},
     "small batch": {"batch_size": _small},
     "large batch": {"batch_size": _large, "warmup_epochs": 4},
-    **{f"every {k} epochs": {**_growing, "adaptive_interval": k} for k in (1, 2)},
+    **{f"every {k} epochs": {**_growing, "adaptive_interval": k} for k in (1, 2, 3)},
     "theta, peak": {**_growing, "adaptive_rule": "peak"},
 }
 SEEDS = (1, 2, 3)
