@@ -7,7 +7,8 @@ SHOWS = f"""
 [T] figures 5.7 and 5.8 speed up one training by more ranks, and expect the same convergence, as the
 ranks together see the batches of one process. Here LeNet-5 learns {_images} pictures of MNIST in
 batches of {_batch}, tested with 2000: with one seed all configurations begin with the same weights
-and see the same pictures in the same order, so that losses differ by float32's rounding only.
+and see the same pictures in the same order, so that they differ by float32's rounding only, and by
+what training makes of it.
 """
 RECIPE = "lenet"
 FLAGS = {
