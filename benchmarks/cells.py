@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks import overlap_cases
 from benchmarks.harness import Cell
 from benchmarks.launch import has_ddp
 from benchmarks.places import MEMORY, parse_place
@@ -224,6 +225,25 @@ def fit_cells(choice: Choice) -> list[Cell]:
     return cells
 
 
+def overlap_cells(choice: Choice) -> list[Cell]:
+    """Return the cell of steps under `Chunked` by batch, k and f ([T] figures 3.7 to 3.10)."""
+    names = [str(case) for case in overlap_cases.cases()]
+    chosen = names[:1] if choice.extent == QUICK else names
+    return [
+        Cell(
+            "overlap",
+            f"{model} {place}",
+            "tfscale-chunked",
+            place,
+            parse_place(place).n_ranks,
+            ("--model", model, "--repeats", "6", "--warmup", "2", "--cases", *chosen),
+            1,
+        )
+        for place in choice.places or ("1gbit",)
+        for model in choice.models or ("vgg_a",)
+    ]
+
+
 SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "collectives": collective_cells,
     "step": step_cells,
@@ -232,6 +252,7 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "single": single_cells,
     "report": report_cells,
     "fit": fit_cells,
+    "overlap": overlap_cells,
 }
 
 

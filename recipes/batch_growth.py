@@ -34,6 +34,11 @@ flags.DEFINE_integer(
     "theta_every", 0, "Record theta every n updates (docs/adaptive-batch.md); 0: do not.",
     lower_bound=0,
 )  # fmt: skip
+flags.DEFINE_bool(
+    "theta_norms",
+    False,
+    "With --theta-every, also record gradient norms and the noise scale, on two ranks or more.",
+)
 flags.DEFINE_integer(
     "warmup_epochs", 0,
     "With --schedule constant, epochs in which the rate rises from --learning-rate to that of the "

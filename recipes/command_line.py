@@ -82,6 +82,8 @@ def check_flags() -> None:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
     if FLAGS.groups == 1:
         refuse("--overlap needs --groups.", {"overlap": 0})
+    if not FLAGS.theta_every:
+        refuse("--theta-norms needs --theta-every.", {"theta_norms": False})
     if not FLAGS.adaptive_batch:
         refuse("--adaptive-interval needs --adaptive-batch.", {"adaptive_interval": 0})
         refuse("--adaptive-rule needs --adaptive-batch.", {"adaptive_rule": "robust"})

@@ -102,7 +102,8 @@ def _curves(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> N
             continue
         colour, dashes = f"C{number % 10}", _LINES[number // 10 % len(_LINES)]
         at, mean = np.arange(1, count + 1), values.mean(axis=0)
-        axes.plot(at, mean, color=colour, ls=dashes, lw=1.3, label=configuration)
+        marker = "o" if count == 1 else ""  # a line of one point is none
+        axes.plot(at, mean, marker, color=colour, ls=dashes, lw=1.3, label=configuration)
         if len(runs) > 1:
             low, high = values.min(axis=0), values.max(axis=0)
             axes.fill_between(at, low, high, color=colour, alpha=0.15)

@@ -265,7 +265,8 @@ def _callbacks(
         callbacks.append(tfscale.callbacks.ModelDistance(folder))
     callbacks += batch_growth.callbacks(train, reference_batch, folder)
     if FLAGS.theta_every:
-        callbacks.append(tfscale.callbacks.ThetaMonitor(folder, FLAGS.theta_every))
+        every, has_norms = FLAGS.theta_every, FLAGS.theta_norms
+        callbacks.append(tfscale.callbacks.ThetaMonitor(folder, every, has_norms))
     if FLAGS.report:
         callbacks.append(tfscale.callbacks.CommunicationReport(folder))
     return callbacks

@@ -55,6 +55,7 @@ def _recipe(name, words):
         ("--average-every 1 --compression bf16", "Received: --compression bf16"),
         ("--distance-weights 1", "--distance-weights needs --average-every"),
         ("--overlap 2", "--overlap needs --groups"),
+        ("--theta-norms", "--theta-norms needs --theta-every"),
         ("--adaptive-interval 3", "--adaptive-interval needs --adaptive-batch"),
         ("--adaptive-rule peak", "--adaptive-rule needs --adaptive-batch"),
         ("--adaptive-signal noise_scale", "--adaptive-signal needs --adaptive-batch"),
