@@ -18,8 +18,16 @@ def test_formulas_of_messages_equal_the_counts_of_the_engine():
         assert set(map(int, sizes)) == set(message_counts.SIZES)
         for n_bytes, sent in sizes.items():
             assert tuple(sent) == message_counts.engine(int(n_bytes), int(n_ranks))
-    for n_ranks, rounds in ((16, 4), (64, 6), (1024, 10)):  # of short vectors
-        assert message_counts.engine(4096, n_ranks)[0] == rounds
+
+
+@pytest.mark.parametrize("n_bytes", [4096, 65536])
+@pytest.mark.parametrize("n_ranks", [16, 64, 1024])
+def test_small_vectors_of_many_ranks_take_few_messages(n_ranks, n_bytes):
+    """log2(ranks) to gather, and to alltoall 3 for each of half as many rounds."""
+    sent = message_counts.engine(n_bytes, n_ranks)
+    direct = message_counts.direct(n_bytes, n_ranks)
+    assert sent[0] == 5 * message_counts.rounds(n_ranks) // 2
+    assert message_counts.simulated_s(sent) < message_counts.simulated_s(direct)
 
 
 def test_the_simulator_says_what_the_thesis_prints():
