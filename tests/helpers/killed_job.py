@@ -29,7 +29,8 @@ def fit(*callbacks, exchange="allreduce", **options):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), exchange=exchange)
     model.compile(optimizer, loss="mse")
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks]
+    # Last, as a Checkpoint must be first.
+    callbacks = [*callbacks, hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     model.fit(data(), verbose=0, callbacks=callbacks, **options)
     return model
 """
