@@ -26,7 +26,7 @@ WHEEL_PYTHON = ROOT / "build" / "wheel-venv" / "bin" / "python"
 # What tests read; sources of the library are not among them, so that the wheel is what is tested.
 COPIED = ("tests", "recipes", "tools", "docs", "README.md", "Makefile", "pyproject.toml")
 # They read the sources, and are part of `make check`.
-OF_SOURCES = ("test_structure", "test_house", "test_packaging", "test_prose")
+OF_SOURCES = ("test_structure", "test_house", "test_error_texts", "test_packaging", "test_prose")
 # A busy machine takes longer than the usual minutes by up to this factor.
 SLACK = 1.4
 PARALLEL = "tests/parallel/test_parallel.py"
