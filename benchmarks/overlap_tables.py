@@ -36,7 +36,7 @@ class Measured:
 
 
 def measured_of(runs: Sequence[dict[str, Any]]) -> dict[Case, Measured]:
-    """Return what was measured of each case, over all runs.
+    """Return the overlap ratio and step time of each case, over all runs.
 
     Of a step's R the mean over ranks is taken, of its time the slowest rank's.
 

@@ -1,18 +1,9 @@
 """[T] 5.4.3 (table 5.3, figure 5.10): what do larger batches cost in accuracy?"""
 
+from study_columns import share_at_largest, steps
+
 _epochs, _images = 30, 20000
 _small, _large = 64, 512
-
-
-def _steps(epochs):
-    return sum(_images // int(line["batch_size"]) for line in epochs)
-
-
-def _share_at_largest(epochs):
-    """Percentage of all samples that were trained on in batches of the largest size."""
-    seen = [_images // int(e["batch_size"]) * e["batch_size"] for e in epochs]
-    largest = [n for n, e in zip(seen, epochs, strict=True) if e["batch_size"] == _large]
-    return 100 * sum(largest) / sum(seen)
 
 
 def _best_accuracy(epochs):
@@ -52,6 +43,6 @@ SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
 COLUMNS = {
     "best": _best_accuracy,
-    "steps": _steps,
-    f"% of samples in batches of {_large}": _share_at_largest,
+    "steps": steps(_images),
+    f"% of samples in batches of {_large}": share_at_largest(_images, _large),
 }

@@ -1,19 +1,10 @@
 """[T] 5.4.1 (table 5.2, figure 5.5) in minutes: growing batches for the restoration of pictures."""
 
+from study_columns import share_at_largest, steps
+
 _epochs, _images = 20, 60
 _patches = 4 * _images
 _small, _large = 2, 16
-
-
-def _steps(epochs):
-    return sum(_patches // int(line["batch_size"]) for line in epochs)
-
-
-def _share_at_largest(epochs):
-    """Percentage of all samples that were trained on in batches of the largest size."""
-    seen = [_patches // int(e["batch_size"]) * e["batch_size"] for e in epochs]
-    largest = [n for n, e in zip(seen, epochs, strict=True) if e["batch_size"] == _large]
-    return 100 * sum(largest) / sum(seen)
 
 
 TITLE = f"Batches that grow while a small EDSR trains: {_patches} patches, {_epochs} epochs"
@@ -45,4 +36,7 @@ CONFIGURATIONS = {
 }
 SEEDS = (1, 2, 3)
 METRIC = "val_psnr"
-COLUMNS = {"steps": _steps, f"% of samples in batches of {_large}": _share_at_largest}
+COLUMNS = {
+    "steps": steps(_patches),
+    f"% of samples in batches of {_large}": share_at_largest(_patches, _large),
+}

@@ -1,17 +1,8 @@
 """Rules that let the batch grow, on equal terms: theta, the noise scale, a fixed schedule."""
 
+from study_columns import share_at_largest, steps
+
 _small, _large, _images, _epochs = 64, 2048, 20000, 30
-
-
-def _steps(epochs):
-    return sum(_images // int(line["batch_size"]) for line in epochs)
-
-
-def _share_at_largest(epochs):
-    """Percentage of all samples that were trained on in batches of the largest size."""
-    seen = [_images // int(e["batch_size"]) * e["batch_size"] for e in epochs]
-    largest = [n for n, e in zip(seen, epochs, strict=True) if e["batch_size"] == _large]
-    return 100 * sum(largest) / sum(seen)
 
 
 TITLE = "Rules for growing batches"
@@ -44,4 +35,7 @@ CONFIGURATIONS = {
 }
 SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
-COLUMNS = {"steps": _steps, f"% of samples in batches of {_large}": _share_at_largest}
+COLUMNS = {
+    "steps": steps(_images),
+    f"% of samples in batches of {_large}": share_at_largest(_images, _large),
+}

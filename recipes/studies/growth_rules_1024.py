@@ -1,27 +1,12 @@
 """Rules that let the batch grow to one that loses more than a point on its own (LeNet-5)."""
 
+from study_columns import first_growth, share_at_largest, steps
+
 _small, _large, _images, _epochs = 64, 1024, 8000, 20
-
-
-def _steps(epochs):
-    return sum(_images // int(line["batch_size"]) for line in epochs)
-
-
-def _share_at_largest(epochs):
-    """Percentage of all samples that were trained on in batches of the largest size."""
-    seen = [_images // int(e["batch_size"]) * e["batch_size"] for e in epochs]
-    largest = [n for n, e in zip(seen, epochs, strict=True) if e["batch_size"] == _large]
-    return 100 * sum(largest) / sum(seen)
 
 
 def _largest(epochs):
     return max(e["batch_size"] for e in epochs)
-
-
-def _first_growth(epochs):
-    """Epoch, from 1, that is the first with a larger batch; None if the batch never grows."""
-    grown = (e["epoch"] for e in epochs if e["batch_size"] > epochs[0]["batch_size"])
-    return next(grown, None)
 
 
 TITLE = f"Rules for growing batches up to {_large}: LeNet-5, {_epochs} epochs"
@@ -60,8 +45,8 @@ SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
 MAY_LOSE = (0.2, 0.5)
 COLUMNS = {
-    "steps": _steps,
+    "steps": steps(_images),
     "largest batch": _largest,
-    f"% of samples in batches of {_large}": _share_at_largest,
-    "first epoch with a larger batch": _first_growth,
+    f"% of samples in batches of {_large}": share_at_largest(_images, _large),
+    "first epoch with a larger batch": first_growth,
 }

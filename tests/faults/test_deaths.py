@@ -177,7 +177,8 @@ class Act(keras.callbacks.Callback):
             ready()
             if sys.argv[1] == "raise" and rank == 1:
                 raise ValueError("bad sample")
-            time.sleep(2.0 * rank)  # keeps rank 0 waiting, for less than the limit
+            # Rank 0 waits for rank 1 in a collective when the job is stopped; less than the limit.
+            time.sleep(2.0 * rank)
 
 try:
     fit(Act())

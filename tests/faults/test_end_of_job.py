@@ -55,7 +55,7 @@ class Fragile(keras.layers.Layer):
     def maybe_fail(self, gradient):
         self.n_steps += 1
         if self.n_steps == 5 and rank == 1:
-            time.sleep(1)
+            time.sleep(1)  # the others are in the engine by then, which is the case to test
             fail('bad kernel')
         return gradient
 
@@ -65,7 +65,7 @@ fit(lambda: None, keras.layers.Dense(3), Fragile(), exchange=tfscale.Chunked(chu
 
 @dataclass
 class End:
-    """What ranks run, what their output matches, and the exit code; None is any but 0."""
+    """The code of all ranks, patterns of their output, and the exit code; None is any but 0."""
 
     code: str
     texts: tuple[str, ...] = ()
@@ -98,14 +98,14 @@ ENDS = {
         ),
         limits=True,
     ),
-    # It answers nothing, and its program will never end. Not at once: it may still be in
-    # tfscale.init, which waits in another way.
+    # It answers nothing, and its program will never end. The sleep lets rank 0 leave
+    # tfscale.init, which waits in another way, before rank 1 stops.
     "the other is stopped": End(
         "if rank == 1:\n    time.sleep(2)\n    os.kill(os.getpid(), signal.SIGSTOP)",
         (r"rank 0 \(host \S+\) has finished, and others .*not answered.*: rank 1 \(host \S+\)\.",),
         limits=True,
     ),
-    # For twice the limit and more: its communication thread answers.
+    # The sleep is more than twice the limit: no error, as its communication thread answers.
     "the other is busy": End(
         "if rank == 1:\n    time.sleep(8)\nprint(f'done {rank}')",
         ("is finished and waits for others to finish: waiting for rank 1", "done 1"),
@@ -147,7 +147,7 @@ import tfscale
 tfscale.init(backend='single')
 if os.environ['PMI_RANK'] == '1':
     raise ValueError('only mine')
-time.sleep(2)
+time.sleep(2)  # outlives rank 1
 print('the other trains', flush=True)
 """
 NEVER_STARTS = """

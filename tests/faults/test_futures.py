@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 30)
 
 
 def output_of(code):
-    """Run code on two ranks that end well; return what they print."""
+    """Return the output of code that ends with 0 on two ranks."""
     result = launch_script(2, START + code, timeout_s=LIMIT_S)
     assert result.exit_code == 0, result.output
     return result.output

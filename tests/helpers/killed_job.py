@@ -72,7 +72,7 @@ class Job:
         return [self.ready(rank)[0] for rank in range(size)]
 
     def output_of_end(self, code, timeout_s=START_S):
-        """Wait until the job ends with an exit code; return what it printed."""
+        """Require an exit code of the job; return its output."""
         assert self.process.wait(timeout_s) == code, self.output()
         return self.output()
 

@@ -1,4 +1,4 @@
-"""What a gather brings, the memory it lies in, and what runs while it is under way."""
+"""Gathers of parameters: their values, their memory, and the steps that overlap with them."""
 
 import contextlib
 import dataclasses
@@ -252,7 +252,7 @@ def case_training_goes_on_before_the_last_gather_has_ended():
 
 
 def trained(wait: Callable[[Any], Any], n_steps: int = 60) -> list[np.ndarray]:
-    """Return what a model becomes while another thread reads it all the time."""
+    """Return the weights of a model that another thread reads while it trains."""
     model = sharded_model(Gate())
     tfscale.prepare(model)
     rows = np.random.default_rng(tfscale.rank()).normal(size=(n_steps, 2, 4)).astype("float32")

@@ -140,7 +140,7 @@ def case_compressed_gradients():
 
 
 def after_one_step(gradient, **options):
-    """Return what becomes of one zero when all ranks have this gradient, at the rate 1."""
+    """Return zeros after one step of SGD at the rate 1, with this gradient on all ranks."""
     variable = keras.Variable(np.zeros(3), dtype="float32", name="kernel")
     optimizer = DistributedOptimizer(SGD(1.0), **options)
     tf.function(lambda: optimizer.apply([tf.fill([3], np.float32(gradient))], [variable]))()

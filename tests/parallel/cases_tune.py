@@ -32,7 +32,7 @@ from tfscale.plan.simulate import simulate
 
 
 def probe(folder, run, **settings):
-    """Return what a probe of local SGD has written; `run` trains a model on data. Collective."""
+    """Return the record of a probe of local SGD; `run` trains a model on data. Collective."""
     settings = {"rate_rule": "linear", "learning_rate": None, **settings}
     settings |= {"groups": 2, "output": f"{folder}/found.json"}
     keras.utils.set_random_seed(3)

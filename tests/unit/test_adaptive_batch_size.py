@@ -65,7 +65,7 @@ class Watch(keras.callbacks.Callback):
 
 
 def train(callback, *others, data=None, rate=0.125, model=None, **options):
-    """Return what `Watch` sees, and the history, which is empty after an interruption."""
+    """Return the record of `Watch`, and the history, which is empty after an interruption."""
     data, model = data or callback.data, model or make_model(keras.optimizers.SGD(rate))
     watch, options = Watch(data), {"epochs": 5, "verbose": 0, **options}
     with contextlib.suppress(Interruption):

@@ -138,7 +138,7 @@ STEP = 4  # of six: the steps have a rhythm by then
 
 
 def probed(scenario: Scenario, overlap: bool) -> LayerMeasurement:
-    """Return what a probe measures where each layer is exchanged alone."""
+    """Return the measurement of a probe that exchanges each layer alone."""
     table, machine = scenario.table, scenario.machine
     plan = replace(bucketed(table, None), overlap=overlap)
     tasks = step_tasks(scenario, plan)

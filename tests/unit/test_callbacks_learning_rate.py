@@ -148,7 +148,7 @@ def test_unknown_steps_per_epoch():
 
 @pytest.mark.slow
 def test_schedules_count_micro_batches():
-    """Where Keras accumulates, it asks the schedule with their number."""
+    """Keras gives a schedule the number of micro-batches while it accumulates gradients."""
     schedule = tfscale.ScalableSchedule(keras.optimizers.schedules.CosineDecay(0.1, 100))
     model = model_with(SGD(schedule, gradient_accumulation_steps=4))
     model.fit(np.ones((40, 1)), np.ones((40, 1)), batch_size=2, verbose=0)  # 20 micro-batches

@@ -120,7 +120,7 @@ def test_callbacks_that_count_and_rates_that_follow_the_present_one(tmp_path):
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_rates_of_an_epoch_that_goes_on(tmp_path, is_built):
-    """What callbacks set at the epoch's begin stays, also where the data build the model."""
+    """Rates set when the epoch began are kept, also if the data build the model."""
     rates = [LearningRateScheduleCallback(0.1, lambda epoch: 0.1**epoch)]
     resume(tmp_path / "after", 6, 2, model=lambda: build(is_built=is_built), more=rates)
     halve = [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)]

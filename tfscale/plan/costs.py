@@ -36,7 +36,7 @@ class Relayed(NamedTuple):
 
 
 def relayed(n_bytes: float, n_ranks: int, n_hosts: int) -> Relayed | None:
-    """Return what the engine relays for an allreduce; None if its ranks send directly.
+    """Return the messages and bytes of an allreduce that is relayed; None if ranks send directly.
 
     The choice is that of `BestWay` in custom_ops/comm/reduction.cc, whose constants do not depend
     on the machine: few messages for short vectors, few bytes for long ones.

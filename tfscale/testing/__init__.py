@@ -16,10 +16,16 @@ def test_training():
 """
 
 from tfscale.testing import inspect
-from tfscale.testing.equality import require_close, require_equal_ranks, require_identical
 from tfscale.testing.fake_ranks import FakeRanks, pretend_rank
 from tfscale.testing.processes import Finished, run_command
-from tfscale.testing.ranks import RankResult, require_ok, spawn
+from tfscale.testing.ranks import (
+    RankResult,
+    require_close,
+    require_equal_ranks,
+    require_identical,
+    require_ok,
+    spawn,
+)
 
 __all__ = [
     "FakeRanks",

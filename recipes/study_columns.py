@@ -1,0 +1,28 @@
+"""Columns that several studies of growing batches share, each computed from a run's epochs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Epochs = Sequence[Mapping[str, Any]]  # the lines of `metrics.jsonl`
+
+
+def steps(samples: int) -> Callable[[Epochs], int]:
+    """Return a column: the updates of a run with `samples` in an epoch."""
+    return lambda epochs: sum(samples // int(e["batch_size"]) for e in epochs)
+
+
+def share_at_largest(samples: int, largest: int) -> Callable[[Epochs], float]:
+    """Return a column: the percentage of samples that were in batches of the largest size."""
+
+    def share(epochs: Epochs) -> float:
+        seen = [samples // int(e["batch_size"]) * e["batch_size"] for e in epochs]
+        at_largest = [n for n, e in zip(seen, epochs, strict=True) if e["batch_size"] == largest]
+        return 100 * sum(at_largest) / sum(seen)
+
+    return share
+
+
+def first_growth(epochs: Epochs) -> int | None:
+    """Return the first epoch, from 1, with a larger batch than before; None if it never grows."""
+    grown = (e["epoch"] for e in epochs if e["batch_size"] > epochs[0]["batch_size"])
+    return next(grown, None)
