@@ -226,21 +226,24 @@ def fit_cells(choice: Choice) -> list[Cell]:
 
 
 def overlap_cells(choice: Choice) -> list[Cell]:
-    """Return the cell of steps under `Chunked` by batch, k and f ([T] figures 3.7 to 3.10)."""
+    """Return the cells of steps under `Chunked` by batch, k and f ([T] figures 3.7 to 3.10).
+
+    Each case has processes of its own: four ranks with a model of VGG-A's size each fill 24 GiB.
+    """
     names = [str(case) for case in overlap_cases.cases()]
-    chosen = names[:1] if choice.extent == QUICK else names
     return [
         Cell(
             "overlap",
-            f"{model} {place}",
+            f"{model} {name} {place}",
             "tfscale-chunked",
             place,
             parse_place(place).n_ranks,
-            ("--model", model, "--repeats", "6", "--warmup", "2", "--cases", *chosen),
+            ("--model", model, "--repeats", "6", "--warmup", "2", "--case", name),
             1,
         )
         for place in choice.places or ("1gbit",)
         for model in choice.models or ("vgg_a",)
+        for name in (names[:1] if choice.extent == QUICK else names)
     ]
 
 

@@ -135,7 +135,8 @@ def main() -> None:
     options = parser.parse_args()
     content = sessions.read(options.results)
     runs = [r for r in content["runs"] if r["suite"] == "overlap" and "error" not in r]
-    groups = sorted({run["group"] for run in runs})
+    # A group is "MODEL CASE PLACE".
+    groups = sorted({" ".join(run["group"].split()[::2]) for run in runs})
     if len(groups) != 1:
         parser.error(f"results must be of one model at one place. Received: {groups}.")
     found = measured_of(runs)

@@ -1,12 +1,10 @@
 """Measured program: overlap ratio R and step time of `Chunked` by batch, k and f ([T] 3.7 to 3.10).
 
-Each case is a model of its own, trained by `fit` under a CommunicationReport that records every
-step; all cases run one after the other in the same processes.
+The model is trained by `fit` under a CommunicationReport that records every step.
 """
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,27 +65,21 @@ def steps_of(rows: Sequence[dict[str, Any]], n_ranks: int, warmup: int) -> list[
 
 
 def main() -> None:
-    """Measure all cases of one model."""
+    """Measure one case of one model."""
     parser = worker.parser()
     parser.add_argument("--model", choices=sorted(WORKLOADS), required=True)
-    parser.add_argument("--cases", nargs="+", type=parse_case, required=True)
+    parser.add_argument("--case", type=parse_case, required=True)
     options = parser.parse_args()
     tfscale.init()
-    rank, size = tfscale.rank(), tfscale.size()
-    samples: dict[str, worker.Samples] = {}
-    ratios: dict[str, list[list[float]]] = {}
-    start_s = 0.0
-    for case in options.cases:
-        with tempfile.TemporaryDirectory() as folder:
-            n_steps = options.warmup + options.repeats
-            train(WORKLOADS[options.model], case, n_steps, Path(folder))
-            rows = read_json_lines(Path(folder) / FILE_NAME) if rank == 0 else []
-        by_rank = tfscale.broadcast_object(steps_of(rows, size, options.warmup), 0)
-        start_s = start_s or worker.since_start()
-        samples[str(case)] = worker.Samples([step["step_s"] for step in by_rank[rank]])
-        ratios[str(case)] = [[step["overlap_percent"] for step in own] for own in by_rank]
-        keras.backend.clear_session()
-        gc.collect()
+    rank, name = tfscale.rank(), str(options.case)
+    with tempfile.TemporaryDirectory() as folder:
+        n_steps = options.warmup + options.repeats
+        train(WORKLOADS[options.model], options.case, n_steps, Path(folder))
+        rows = read_json_lines(Path(folder) / FILE_NAME) if rank == 0 else []
+    by_rank = tfscale.broadcast_object(steps_of(rows, tfscale.size(), options.warmup), 0)
+    samples = {name: worker.Samples([step["step_s"] for step in by_rank[rank]])}
+    ratios = {name: [[step["overlap_percent"] for step in own] for own in by_rank]}
+    start_s = worker.since_start()
     worker.write(options.output, rank, samples, start_s=start_s, overlap_percent=ratios)
     tfscale.shutdown()
 

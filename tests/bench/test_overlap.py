@@ -20,10 +20,11 @@ def test_cases_differ_from_the_centre_in_one_number():
         parse_case("b32-k7")
 
 
-def test_all_cases_are_measured_in_one_cell():
-    (cell,) = SUITES["overlap"](Choice())
-    assert (cell.place, cell.n_ranks) == ("1gbit", 4)
-    assert cell.arguments[-len(cases()) :] == tuple(map(str, cases()))
+def test_each_case_has_processes_of_its_own():
+    cells = SUITES["overlap"](Choice())
+    assert {(cell.place, cell.n_ranks) for cell in cells} == {("1gbit", 4)}
+    assert [cell.arguments[-1] for cell in cells] == list(map(str, cases()))
+    assert len({cell.key for cell in cells}) == len(cells)
 
 
 def test_first_recorded_steps_of_each_rank_are_left_out():
