@@ -22,8 +22,9 @@ _LABELS = {
     "batch": "Samples of a batch",
     "first_chunk": "k: layers with variables up to the first chunk's begin",
     "replicated": "f: replicated dense layers",
+    "filters": "Filters of each convolution",
 }
-_SHORT = {"batch": "batch", "first_chunk": "k", "replicated": "f"}
+_SHORT = {"batch": "batch", "first_chunk": "k", "replicated": "f", "filters": "filters"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,14 @@ def along(found: dict[Case, Measured], name: str) -> list[tuple[int, Measured]]:
         for case in found
         if all(getattr(case, other) == getattr(CENTRE, other) for other in others)
     ]
-    return sorted((getattr(case, name), found[case]) for case in cases)
+    points = [(getattr(case, name), found[case]) for case in cases]
+    # The model's own filters, 0, are no number to put on an axis.
+    return sorted(point for point in points if name != "filters" or point[0])
+
+
+def _fixed(name: str) -> str:
+    others = [other for other in VARIED if other not in (name, "filters")]
+    return ", ".join(f"{_SHORT[other]} = {getattr(CENTRE, other)}" for other in others)
 
 
 def lines_of(found: dict[Case, Measured]) -> str:
@@ -80,7 +88,7 @@ def lines_of(found: dict[Case, Measured]) -> str:
     rows = [
         [
             f"**{_SHORT[name]} = {value}**",
-            *(f"{_SHORT[other]} = {getattr(CENTRE, other)}" for other in VARIED if other != name),
+            _fixed(name),
             _shown(one.ratio),
             _shown(one.step_ms),
             str(one.n_steps),
@@ -88,7 +96,7 @@ def lines_of(found: dict[Case, Measured]) -> str:
         for name in VARIED
         for value, one in along(found, name)
     ]
-    return table(["varied", "fixed", "", "R, %", "ms per step", "steps"], rows)
+    return table(["varied", "fixed", "R, %", "ms per step", "steps"], rows)
 
 
 def _shown(quartiles: tuple[float, float, float]) -> str:
@@ -98,8 +106,8 @@ def _shown(quartiles: tuple[float, float, float]) -> str:
 
 def draw(found: dict[Case, Measured], title: str, path: Path) -> None:
     """Draw R, and below it the time of a step, over batch, k and f."""
-    figure = Figure(figsize=(12.0, 6.4), layout="constrained")
-    panels: Any = figure.subplots(2, len(VARIED), sharey="row", squeeze=False)
+    figure = Figure(figsize=(15.0, 6.4), layout="constrained")
+    panels: Any = figure.subplots(2, len(VARIED), squeeze=False)
     for column, name in enumerate(VARIED):
         points = along(found, name)
         for row, (field, label) in enumerate((("ratio", "R, %"), ("step_ms", "ms per step"))):
@@ -108,20 +116,16 @@ def draw(found: dict[Case, Measured], title: str, path: Path) -> None:
             below = [m - n for m, n in zip(middle, low, strict=True)]
             above = [n - m for m, n in zip(middle, high, strict=True)]
             axes.errorbar(at, middle, [below, above], fmt="o-", capsize=3, color=f"C{row}")
-            if name == "batch":
+            if name in ("batch", "filters"):
                 axes.set_xscale("log", base=2)
             axes.set_xticks(at, [str(value) for value in at])
             axes.minorticks_off()
             axes.set(xlabel=_LABELS[name], ylabel=label if column == 0 else "")
-            axes.set_ylim(bottom=0)
+            # One scale for all R; widths differ too much in time for one.
+            axes.set_ylim(0, 100 if field == "ratio" else 1.1 * max(high))
             axes.grid(alpha=0.3)
             if row == 0:
-                fixed = [
-                    f"{_SHORT[other]} = {getattr(CENTRE, other)}"
-                    for other in VARIED
-                    if other != name
-                ]
-                axes.set_title(", ".join(fixed), fontsize=10)
+                axes.set_title(_fixed(name), fontsize=10)
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
 

@@ -16,7 +16,7 @@ import numpy as np
 import tfscale
 from benchmarks import worker
 from benchmarks.overlap_cases import Case, parse_case
-from benchmarks.workloads import WORKLOADS, Workload, make_loss
+from benchmarks.workloads import WORKLOADS, Workload, make_loss, vgg_a
 from tfscale.files import read_json_lines
 from tfscale.measure.report import FILE_NAME
 
@@ -35,7 +35,7 @@ def make_data(workload: Workload, batch: int, n_steps: int) -> tfscale.data.Glob
 def train(workload: Workload, case: Case, n_steps: int, folder: Path) -> None:
     """Train a new model for a few steps; rank 0 leaves their record in the folder."""
     keras.utils.set_random_seed(1)
-    model = workload.build()
+    model = vgg_a(case.filters) if case.filters else workload.build()
     strategy = tfscale.Chunked(
         case.first_chunk - case.replicated, case.replicated, global_batch=case.batch, chunks=2
     )

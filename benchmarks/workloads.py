@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 from models.edsr import edsr
 from models.resnet import resnet
 from models.resnet50 import resnet50
-from models.vgg import VGG_A, VGG_SMALL, vgg
+from models.vgg import VGG_A, VGG_SMALL, vgg, vgg_a_of_width
 
 FASHION = (28, 28, 1)
 
@@ -49,10 +49,15 @@ def small_vgg() -> keras.Model:
     return vgg(VGG_SMALL, FASHION, (512,), 10, dropout=0.0)
 
 
+def vgg_a(filters: int = 0) -> keras.Model:
+    """Return VGG-A for pictures of 64x64, with as many filters in each convolution if not 0."""
+    return vgg(vgg_a_of_width(filters) if filters else VGG_A, (64, 64, 3), dropout=0.0)
+
+
 WORKLOADS = {
     # The dense layers take 4x4x128 = 2048 numbers.
     "vgg_like": Workload(lambda: vgg(VGG_SMALL, (32, 32, 3), dropout=0.0), 64, (32, 32, 3), 1000),
-    "vgg_a": Workload(lambda: vgg(VGG_A, (64, 64, 3), dropout=0.0), 32, (64, 64, 3), 1000),
+    "vgg_a": Workload(vgg_a, 32, (64, 64, 3), 1000),
     "resnet50": Workload(lambda: resnet50((64, 64, 3)), 32, (64, 64, 3), 1000),
     # Forward passes that are long enough to hide the gather of parameters at 1 Gbit/s.
     "resnet50_128": Workload(lambda: resnet50((64, 64, 3)), 128, (64, 64, 3), 1000),
