@@ -44,7 +44,8 @@ class Choice:
         extent: `QUICK`, `TABLE` (what the documentation shows) or `FULL` (every cell).
         places: Only these, see `benchmarks.places`; empty for the extent's own.
         models: Only these; empty for the extent's own.
-        exchanges: tfscale's, only these; empty for the extent's own.
+        exchanges: tfscale's, only these, for the overlap suite such cases as "b32-k7-f2"; empty for
+            the extent's own.
         systems: Only these of all systems, by name; empty for all.
     """
 
@@ -230,7 +231,8 @@ def overlap_cells(choice: Choice) -> list[Cell]:
 
     Each case has processes of its own: four ranks with a model of VGG-A's size each fill 24 GiB.
     """
-    names = [str(case) for case in overlap_cases.cases()]
+    known = [str(case) for case in overlap_cases.cases()]
+    chosen = choice.exchanges or (known[:1] if choice.extent == QUICK else known)
     return [
         Cell(
             "overlap",
@@ -243,7 +245,7 @@ def overlap_cells(choice: Choice) -> list[Cell]:
         )
         for place in choice.places or ("1gbit",)
         for model in choice.models or ("vgg_a",)
-        for name in (names[:1] if choice.extent == QUICK else names)
+        for name in chosen
     ]
 
 

@@ -25,6 +25,8 @@ def test_each_case_has_processes_of_its_own():
     assert {(cell.place, cell.n_ranks) for cell in cells} == {("1gbit", 4)}
     assert [cell.arguments[-1] for cell in cells] == list(map(str, cases()))
     assert len({cell.key for cell in cells}) == len(cells)
+    (one,) = SUITES["overlap"](Choice(exchanges=["b32-k7-f3"]))
+    assert one in cells
 
 
 def test_first_recorded_steps_of_each_rank_are_left_out():
