@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     extent.add_argument("--quick", action="store_true", help="fewer sizes, models and rounds")
     extent.add_argument("--full", action="store_true", help="every cell, however long it takes")
     parser.add_argument("--models", nargs="+", choices=(*MODELS, *TRAINED_MODELS), default=())
-    ours = f"tfscale's; default: {' '.join(EXCHANGES)}"
+    ours = f"tfscale's, or cases of overlap; default: {' '.join(EXCHANGES)}"
     parser.add_argument("--exchanges", nargs="+", default=(), help=ours)
     known = "compute, horovod, mwms, ddp, tfscale-auto, ..."
     parser.add_argument("--systems", nargs="+", default=(), help=f"only these: {known}")
