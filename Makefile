@@ -82,7 +82,7 @@ test-all: test-venv
 # the case allows, and Horovod's contract with 2 and 3 and on layouts of hosts: an hour and a half on two cores.
 test-ranks: build
 	@RANKS=all $(BIN)/python -m pytest tests/parallel/test_parallel.py tests/parallel/test_layouts.py \
-	  tests/horovod_contract $(PYTEST)
+	  tests/horovod_contract tests/scripts $(PYTEST)
 
 # clang-tidy reads custom_ops/comm only: TensorFlow's headers would take minutes per file.
 check: venv

@@ -154,11 +154,11 @@ def stages(place: Place, runs_all: bool) -> Iterator[tuple[str, list[list[str]]]
         [
             *build,
             [*pytest, "tests/unit", "-n", "2", "--dist", "loadfile", "-m", "not slow"],
-            [*pytest, "tests/parallel", "tests/faults", "-m", "quick"],
+            [*pytest, "tests/parallel", "tests/faults", "tests/scripts", "-m", "quick"],
         ],
     )
     if runs_all:
-        rest = ["tests/parallel", "tests/faults", "tests/horovod_contract"]
+        rest = ["tests/parallel", "tests/faults", "tests/horovod_contract", "tests/scripts"]
         yield (
             "make test-all",
             [

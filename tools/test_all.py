@@ -70,7 +70,7 @@ UNITS = (
     Unit("2 ranks", 8.0, (PARALLEL, "-k", "test_case and 2-")),
     Unit("3 ranks", 7.0, (PARALLEL, "-k", "test_case and 3-")),
     Unit("4 ranks", 8.0, (PARALLEL, "-k", "test_case and 4- or test_no_case")),
-    Unit("users' scripts", 17.0, ("tests/scripts",)),
+    Unit("users' scripts", 10.0, ("tests/scripts",)),
     Unit("jobs", 7.5, ("tests/parallel", f"--ignore={PARALLEL}", f"--ignore={LAYOUTS}")),
     Unit("layouts of hosts", 6.0, (LAYOUTS,)),
     Unit("faults", 11.0, ("tests/faults",)),

@@ -1,9 +1,10 @@
-"""Users' scripts, which know nothing of tfscale: 2 and 3 ranks give what one process gives.
+"""Users' scripts, which know nothing of tfscale: 2 or 3 ranks give what one process gives.
 
-Each script here runs once by itself and once per number of ranks by `tfscale run --distribute`, in
-folders of their own and in float64, where sums in another order differ by 1e-15 only. Compared
-are all files that it leaves, and all lines that it prints, so that none comes twice. tfscale itself
-checks that all ranks have the same weights; its error would end the script.
+Each script here runs once by itself and once by `tfscale run --distribute`, with 2 or 3 ranks by
+turns (RANKS=all: with both), in folders of their own and in float64, where sums in another order
+differ by 1e-15 only. Compared are all files that it leaves, and all lines that it prints, so that
+none comes twice. tfscale itself checks that all ranks have the same weights; its error would end
+the script.
 """
 
 import ast
@@ -16,6 +17,7 @@ import pytest
 
 from tests.helpers.launching import job_words, run_in_folder
 from tests.helpers.run_comparison import compare_files, compare_lines, read_files, read_lines
+from tests.parallel.test_parallel import HAS_ALL_SIZES
 
 SCRIPTS = {
     path.stem: path
@@ -67,8 +69,9 @@ def results_of(words, folder, environ):
 
 
 def cases():
-    for script in SCRIPTS:
-        for size in (2, 3):
+    for turn, script in enumerate(SCRIPTS):
+        own_size = 2 if script in QUICK else 2 + turn % 2
+        for size in (2, 3) if HAS_ALL_SIZES else (own_size,):
             marks = [pytest.mark.quick] if size == 2 and script in QUICK else []
             yield pytest.param(script, size, marks=marks, id=f"{size}-{script}")
 
