@@ -53,6 +53,9 @@ class PlanQueue {
   }
   // The comparison of plans, if it is in progress.
   std::unique_ptr<Operation> TakeHandshake() { return std::move(handshake_); }
+  // The run of a task that was taken has failed here. It is no complete one, or other ranks would
+  // wait for it when this rank has left.
+  void Uncount(const Task& task) { --n_arrived_[static_cast<size_t>(task.slot)]; }
   // After a step was given up ranks stand at different slots: `why` is then the
   // end of all that comes, until Reset.
   void Interrupt(const Status& why) { interruption_ = why; }
@@ -87,7 +90,7 @@ class PlanQueue {
   const Group& group() const { return group_; }
   // How often the plan has run, counting a run from its first slot.
   int64_t n_executions() const;
-  // How often all slots have arrived.
+  // How often all slots have arrived, without runs that failed here.
   int64_t n_complete_executions() const;
   // The slot that keeps later ones from starting.
   const std::string& next_slot_name() const { return spec_.slots[next_slot_]; }

@@ -183,6 +183,7 @@ void Scheduler::GiveUpWaiting(int plan) {
   const auto found = queues_.find(plan);
   if (found == queues_.end() || is_stopping()) return;
   for (Task& task : found->second->TakeIf([](const Task&) { return true; })) {
+    found->second->Uncount(task);
     GiveUp(task, StepFailedHere());
   }
 }

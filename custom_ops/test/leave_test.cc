@@ -144,6 +144,31 @@ TEST(ARankThatLeftTakesNoPartInTheNextIncarnation) {
   }
 }
 
+// Its step failed once all collectives had arrived: those that had not begun are never run.
+TEST(ARankThatLeavesAfterAStepFailedIsNotWaitedFor) {
+  EngineOptions options = SmallOptions();
+  options.stall_shutdown_s = 10;
+  for (int n_before : {0, 1}) {  // or while plans are compared
+    Job job(options);
+    if (job.size() == 1) return;
+    const SumPlan plan(job, "train", 3);
+    for (int step = 0; step < n_before; ++step) plan.Run(step);
+    const std::vector<int> all = job.Ranks([](int) { return true; });
+    if (job.rank() == 0) {
+      std::vector<Sum> sums = plan.PostAll(1);
+      job.engine().GiveUpWaiting(plan.id());
+      CHECK_CONTAINS(sums[1].Wait().message, "The step failed on this rank.");
+      Sum(all, job.rank(), 10, 0, {}).Check();
+      continue;
+    }
+    Sum(all, job.rank(), 10, 0, {}).Check();
+    std::vector<Sum> sums = plan.PostAll(1);
+    for (size_t slot : {1, 2}) {
+      CHECK_CONTAINS(sums[slot].Wait().message, "rank 0 has left the job");
+    }
+  }
+}
+
 // A failed rank still receives long messages while its program continues.
 TEST(AFailedRankLetsTheOthersEnd) {
   EngineOptions options = ShortLimits();

@@ -24,8 +24,12 @@ from tests.parallel.sharded_model import (
     single_steps,
     state_of,
 )
-from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
-from tfscale.testing import require_close, require_equal_ranks
+from tfscale.callbacks import (
+    BackupAndRestore,
+    BroadcastGlobalVariablesCallback,
+    CommunicationReport,
+)
+from tfscale.testing import require_close, require_equal_ranks, require_identical
 
 
 def own_rows(array, step):
@@ -108,6 +112,25 @@ def case_two_optimizers():
                 variable.assign(tf.zeros_like(variable.value))
             single.load_weights(path)
             require_near(values_of(single.second.variables), expected)
+
+
+@sizes(2, timeout_s=80)
+def case_two_optimizers_resume():
+    """Their parts are cut when they are built, in the first step or by the checkpoint."""
+    with float64(), shared_folder() as folder:
+
+        def train(name, epochs):
+            keras.utils.set_random_seed(3)
+            model = TwoOptimizers()
+            model.compile(sharded(Adam(0.01)), "mse")
+            model.second = sharded(keras.optimizers.SGD(0.02, momentum=0.9))
+            backup = BackupAndRestore(folder / name, delete_checkpoint=False)
+            fit(model, 0, N_STEPS, [backup], epochs=epochs)
+            state = [*model.optimizer.full_state(), *model.second.full_state()]
+            return [*values_of(model.variables), *state]
+
+        train("cut", 1)
+        require_identical(train("cut", 2), train("whole", 2))
 
 
 @sizes(2, timeout_s=80)

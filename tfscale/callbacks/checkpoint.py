@@ -16,7 +16,7 @@ from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError, check_integer, require
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
-from tfscale.fit.preparation import build, build_from_data
+from tfscale.fit.preparation import build_from_data, build_model
 from tfscale.fit.session import running_session, session_for
 from tfscale.internals.keras import begin_at_epoch, how_to_build, is_built, steps_until
 
@@ -158,7 +158,7 @@ class Checkpoint(Callback):
         return first_step
 
     def _restore(self, reader: Reader) -> None:
-        build(self.model)
+        build_model(self.model)
         self._restored = Restore(self.model, reader)
         self._restored.run()
 

@@ -21,8 +21,8 @@ from tfscale.comm.runtime import Sum
 from tfscale.config import ConfigError, ExchangeError, settings
 from tfscale.exchange.residuals import Restored
 from tfscale.fit import adapted_layers
-from tfscale.fit.preparation import prepare
-from tfscale.internals.optimizers import optimizers_of
+from tfscale.fit.preparation import build_optimizer, prepare
+from tfscale.internals.optimizers import optimizers_of, trained_by, update_rule
 from tfscale.optimizer.distributed import distributed_of
 from tfscale.optimizer.state import KeptState
 
@@ -53,6 +53,7 @@ def take_snapshot(
     groups, rank = groups_of(model), runtime.rank()
     is_leader = group_of(rank, groups)[0] == rank
     variables, optimizers = Variables.of(model), optimizers_of(model)
+    places = {id(v): i for i, v in enumerate(variables.weights)}
     metrics = metric_states(model) if position.step else []
     arrays: dict[str, np.ndarray] = {}
     info: dict[str, Any] = {
@@ -65,6 +66,7 @@ def take_snapshot(
         "random": _read_random_state(),
         "weights": [[v.path, list(v.shape)] for v in variables.weights],
         "rules": [_rule_of(o) for o in optimizers],
+        "trained": [_trained_by(o, places) for o in optimizers],
         "ranges": {},
         "accumulated": [],
         "residuals": {},  # of compressed gradients
@@ -78,7 +80,6 @@ def take_snapshot(
     def add(name: str, of: Sequence[Any]) -> None:
         arrays.update({f"{name}/{i}": _copy_of(variable) for i, variable in enumerate(of)})
 
-    places = {id(v): i for i, v in enumerate(variables.weights)}
     if is_leader:
         add("weight", variables.weights)
     add("state", variables.state)
@@ -184,6 +185,14 @@ def _rule_of(optimizer: Any) -> dict[str, Any]:
         inner = getattr(inner, "inner_optimizer", None)
     slots = [_last_word(v.path) for v in optimizer.variables]
     return {"class": " of ".join(names), "n": len(slots), "slots": slots}
+
+
+def _trained_by(optimizer: Any, places: dict[int, int]) -> list[int | None]:
+    """Return the places of the weights that an optimizer was built on; None for other variables."""
+    distributed = distributed_of(optimizer)
+    rule = update_rule(optimizer)
+    trained = trained_by(rule) if distributed is None else distributed.built_for()
+    return [places.get(id(variable)) for variable in trained]
 
 
 def _last_word(path: str) -> str:
@@ -308,7 +317,10 @@ class Restore:
         self._reader = reader
         self._rank = runtime.rank()
         self._optimizers = optimizers_of(model)
-        _require_same(reader.info, Variables.of(model).weights, self._optimizers)
+        weights = Variables.of(model).weights
+        _require_same_weights(reader.info, weights)
+        self._build_optimizers(reader.info.get("trained", []), weights)  # older ones have none
+        _require_same_rules(reader.info, self._optimizers)
         for optimizer in self._optimizers:
             distributed = distributed_of(optimizer)
             if distributed and distributed.waits_for_groups and len(reader.groups) > 1:
@@ -324,6 +336,18 @@ class Restore:
         self._groups: Sequence[Sequence[int]] = own if self._is_exact else reader.groups
         if not self._is_exact and len(reader.groups) > 1 and self._rank == 0:
             logger.warning("Groups are others than before: they begin with the average of those.")
+
+    def _build_optimizers(self, trained: Sequence[Any], weights: Sequence[Any]) -> None:
+        """Build optimizers on what they had trained, as Keras does in the first step only.
+
+        That may be a part of the weights, or in another order than the model's.
+        """
+        for optimizer, places in zip(self._optimizers, trained, strict=False):
+            known = [weights[i] for i in places if i is not None]
+            if known and len(known) == len(places) and not optimizer.built:
+                optimizer.build(known)
+        if not trained or None in trained[0]:
+            build_optimizer(self._model)
 
     def run(self) -> None:
         """Restore weights, optimizer state, layers' state and random state."""
@@ -489,7 +513,7 @@ class Restore:
             logger.warning(text)
 
 
-def _require_same(info: dict[str, Any], weights: Sequence[Any], optimizers: Sequence[Any]) -> None:
+def _require_same_weights(info: dict[str, Any], weights: Sequence[Any]) -> None:
     own = [[v.path, list(v.shape)] for v in weights]
     for i, (mine, theirs) in enumerate(itertools.zip_longest(own, info["weights"])):
         if mine is None or theirs is None or mine[1] != theirs[1]:
@@ -497,13 +521,16 @@ def _require_same(info: dict[str, Any], weights: Sequence[Any], optimizers: Sequ
                 f"A resumed run must have the same model. Received: weight {i} is {mine}; in "
                 f"the checkpoint it is {theirs}. Build the same model, or pass another directory."
             )
+
+
+def _require_same_rules(info: dict[str, Any], optimizers: Sequence[Any]) -> None:
     rules = [_rule_of(optimizer) for optimizer in optimizers]
     if rules != info["rules"]:
         raise ConfigError(
             "A resumed run must have the same optimizer. Received: "
             f"{_described(rules)}; the checkpoint has {_described(info['rules'])}. Compile with "
-            "the same optimizer, and build those beside the compiled one before fit, or pass "
-            "another directory."
+            "the same optimizer; if it is built before fit, build it on the variables that it "
+            "trained; or pass another directory."
         )
 
 

@@ -130,13 +130,24 @@ def build(model: keras.Model) -> None:
 
     A model that does not know its shapes yet gets them from the data of the running `fit`.
     """
+    build_model(model)
+    build_optimizer(model)
+
+
+def build_model(model: keras.Model) -> None:
+    """Make the variables of a compiled model, and shards of its one optimizer if it has any."""
     if not is_built(model):
         build_from_data(model)
     optimizer = optimizer_of(model)
-    distributed = distributed_of(optimizer)
     if type(optimizer) is DistributedOptimizer and is_built(model):
         _wire(optimizer, model)  # the layers may not have existed when the model was prepared
         _share_statistics(model)
+
+
+def build_optimizer(model: keras.Model) -> None:
+    """Build the compiled optimizer on all variables that the model trains, unless it is built."""
+    optimizer = optimizer_of(model)
+    distributed = distributed_of(optimizer)
     is_shared = bool(distributed and distributed.shares_state) and len(optimizers_of(model)) > 1
     if optimizer is not None and not optimizer.built and not is_shared:
         optimizer.build(model.trainable_variables)

@@ -177,7 +177,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             ExchangeError: XLA compiles the step, a LossScaleOptimizer wraps this optimizer, or
                 communication failed.
         """
-        variables = self._built_for() if trainable_variables is None else list(trainable_variables)
+        variables = self.built_for() if trainable_variables is None else list(trainable_variables)
         self._built(variables)
         self._compare_ranks(variables)
         if shares.current() is not None:
@@ -362,7 +362,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             self._self_groups.build(self.__wrapped__, executor)
         return executor
 
-    def _built_for(self) -> list[Any]:
+    def built_for(self) -> list[Any]:
         """Return the model's variables that the optimizer was built for."""
         shards = self._ready().shards
         # Keras 3.10's LossScaleOptimizer does not know what its inner optimizer trains.
@@ -407,7 +407,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if executor.is_sharding and is_alone:
             if has_changed and may_cut and executor.shards is not None:
                 # Some variables may be frozen by now.
-                variables, state = self._built_for(), self.full_state()
+                variables, state = self.built_for(), self.full_state()
                 self._rebuild(variables, state)
                 drop_traces([raw_variable(v) for v in variables])
             self.build(model.trainable_variables)
@@ -436,7 +436,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         watch = "" if self._self_is_watched else executor.strategy.watch
         self._self_is_watched = True
         if watch:
-            shared = [name_of(v) for v in self._built_for() if not executor.is_local(v)]
+            shared = [name_of(v) for v in self.built_for() if not executor.is_local(v)]
             layers = list(dict.fromkeys(map(owner_of, shared)))
             self._self_watch = load(watch)(
                 executor.strategy, layers, executor.model, self._why_not_sharded
@@ -472,7 +472,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 "was built before tfscale.prepare(model). Write DistributedOptimizer("
                 "LossScaleOptimizer(...))."
             )
-        variables, state = self._built_for(), self._self_kept.gather()
+        variables, state = self.built_for(), self._self_kept.gather()
         executor.may_shard = False
         self._rebuild(variables, state)
         self._self_is_ready = False  # a later wrapper or plan may allow sharding again
@@ -528,7 +528,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Start local SGD. Collective; the training step must be traced again."""
         groups, executor, kept = self._self_groups, self._ready(), self._self_kept
         assert groups is not None
-        variables = self._built_for()
+        variables = self.built_for()
         state = None if kept is None else kept.gather()
         groups.form(executor)
         logger.info("Local SGD starts: %d groups of ranks.", len(groups.groups))
