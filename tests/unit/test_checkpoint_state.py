@@ -92,6 +92,9 @@ def test_batches_that_other_ranks_cannot_share(caplog, size, first_step, expecte
         restore_data(data, state, first_step)
         assert (data.batch_size, data.epoch) == (expected, 5)
         assert ("batches of 8, fit of 6" in caplog.text) == (first_step in (0, 1))
+        caplog.clear()
+        restore_data(data, data.state(), first_step)
+        assert not caplog.text  # both have the same batches
 
 
 def test_other_samples_are_told_apart_and_rounding_is_not():
