@@ -101,7 +101,8 @@ def collective_cells(choice: Choice) -> list[Cell]:
         one = parse_place(place, 4 if has_links else 2).n_ranks
         for n_ranks in [one] if is_layout or quick else [2, 4]:
             group = f"{place} {n_ranks} ranks"
-            for system in ("mpi4py", "tfscale", *_baselines(), *(["tcp"] if has_links else [])):
+            systems = ("mpi4py", "mpi-in-tensorflow", "tfscale", *_baselines())
+            for system in (*systems, *(["tcp"] if has_links else [])):
                 if choice.systems and system not in choice.systems:
                     continue
                 most = 0 if is_layout else 1

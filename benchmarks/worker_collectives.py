@@ -28,6 +28,21 @@ def mpi4py_allreduce(n_elements: int) -> Callable[[], object]:
     return lambda: MPI.COMM_WORLD.Allreduce(sent, received)
 
 
+def mpi_in_tensorflow(n_elements: int) -> Callable[[], object]:
+    """Return a call of MPI's own allreduce from a traced function, as TensorFlow would make it."""
+    import tensorflow as tf
+
+    tensor, allreduce = tf.ones(n_elements), mpi4py_allreduce(n_elements)
+    received: np.ndarray = np.zeros(n_elements, np.float32)
+
+    def call(_: np.ndarray) -> np.ndarray:
+        allreduce()
+        return received
+
+    traced = tf.function(lambda x: tf.numpy_function(call, [x], tf.float32))
+    return lambda: traced(tensor)
+
+
 def tfscale_allreduce(n_elements: int) -> Callable[[], object]:
     """Return a call of the engine from a traced function."""
     import tensorflow as tf
@@ -81,6 +96,7 @@ def tcp_ring(n_elements: int) -> Callable[[], object]:
 
 SYSTEMS = {
     "mpi4py": mpi4py_allreduce,
+    "mpi-in-tensorflow": mpi_in_tensorflow,
     "tcp": tcp_ring,
     "tfscale": tfscale_allreduce,
     "horovod": horovod_allreduce,

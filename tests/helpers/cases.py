@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import TypeVar
 
 from tfscale.testing import inspect
 
+ALL_SIZES = (1, 2, 3, 4)
+EXTENT = os.environ.get("RANKS", "by turns")
+HAS_ALL_SIZES = EXTENT == "all"
 _Function = TypeVar("_Function", bound=Callable[[], None])
 
 
@@ -43,3 +47,29 @@ def cases_of(module: str) -> list[str]:
     source = Path(__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
     functions = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.FunctionDef)]
     return [f"{module}:{f.name}" for f in functions if f.name.startswith("case_")]
+
+
+def read_mark(function: ast.FunctionDef) -> tuple[tuple[int, ...], float | None]:
+    for mark in function.decorator_list:
+        name = (
+            getattr(mark.func, "id", getattr(mark.func, "attr", ""))
+            if hasattr(mark, "func")
+            else ""
+        )
+        if name == "sizes":
+            allowed = tuple(ast.literal_eval(argument) for argument in mark.args)
+            limits = {k.arg: ast.literal_eval(k.value) for k in mark.keywords}
+            return allowed or ALL_SIZES, limits.get("timeout_s")
+    return ALL_SIZES, None
+
+
+def find_cases() -> list[tuple[str, int, float | None]]:
+    """Return (case, size, limit in seconds or None), sizes ascending."""
+    found = []
+    for file in sorted(Path(__file__).parents[1].joinpath("parallel").glob("cases_*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("case_"):
+                allowed, limit_s = read_mark(node)
+                case = f"tests.parallel.{file.stem}:{node.name}"
+                found += [(case, size, limit_s) for size in allowed]
+    return sorted(found, key=lambda item: item[1])

@@ -1,6 +1,7 @@
 """Models that tests with and without ranks train."""
 
 import keras
+import numpy as np
 
 
 class Deferred(keras.Model):
@@ -45,4 +46,14 @@ def classifier(wrap=lambda optimizer: optimizer):
     model = keras.Sequential([keras.Input((4,)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), loss)
+    return model
+
+
+LINE = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
+
+
+def line_model():
+    """Return a model with one input and one output, for `LINE`."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
     return model

@@ -116,3 +116,9 @@ class InterruptAt(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.on_train_batch_end(None)
+
+
+def new_folder() -> Path:
+    """Return a folder of rank 0, on all ranks, which stays."""
+    folder = tempfile.mkdtemp(prefix="tfscale-trace-") if tfscale.rank() == 0 else None
+    return Path(tfscale.broadcast_object(folder))

@@ -7,8 +7,8 @@ import importlib.util
 
 import pytest
 
+from tests.helpers.cases import HAS_ALL_SIZES, find_cases
 from tests.horovod_contract.intents import INTENTS
-from tests.parallel.test_parallel import HAS_ALL_SIZES, find_cases
 from tfscale.testing import spawn
 
 # A missing rank is an error after seconds, not minutes.

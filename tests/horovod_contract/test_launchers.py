@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import tfscale
+from tests.helpers.cases import find_cases
 from tests.helpers.environment import QUIET
-from tests.parallel.test_parallel import find_cases
 from tfscale.testing import inspect
 
 ROOT = Path(__file__).parents[2]

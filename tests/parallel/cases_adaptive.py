@@ -10,8 +10,8 @@ import numpy as np
 
 import tfscale
 from tests.helpers.cases import sizes
+from tests.helpers.equality import dense_model
 from tests.helpers.ranks import Interruption, float64, shared_folder
-from tests.parallel.cases_equality import dense_model
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,

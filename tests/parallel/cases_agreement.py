@@ -9,34 +9,17 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import outcome
+from tests.parallel.agreement_model import SGD, batches, train
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BatchSizeSchedule,
     BroadcastGlobalVariablesCallback,
-    Callback,
     ConsistencyCheck,
     MetricAverageCallback,
     ParameterAveraging,
     RankZero,
 )
-from tfscale.data import GlobalBatches
-
-BATCH, N = 4, 16
-SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
-
-
-def train(optimizer=None, width=3, batch_size=BATCH, n=N, callbacks=(), data=None, **options):
-    keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(width, name="first"), keras.layers.Dense(1, name="last")]
-    # Given names: Keras's numbers differ between ranks where one has loaded a model before.
-    model = keras.Sequential([keras.Input((2,)), *layers], name="model")
-    optimizer = DistributedOptimizer(SGD(0.1)) if optimizer is None else optimizer
-    model.compile(optimizer, "mse", **options)
-    x = np.random.default_rng(tfscale.rank()).normal(size=(n, 2))
-    fed = {"x": x, "y": x[:, :1], "batch_size": batch_size} if data is None else {"x": data}
-    model.fit(**fed, epochs=2, verbose=0, callbacks=[Callback(), *callbacks])
-    return model
 
 
 class Drift(keras.callbacks.Callback):
@@ -51,11 +34,6 @@ def is_odd():
 
 def wrapped(inner=None, **options):
     return {"optimizer": DistributedOptimizer(inner or SGD(0.1), **options)}
-
-
-def batches(seed):
-    x = np.zeros((24, 2))
-    return {"data": GlobalBatches(x, x[:, :1], batch_size=12, seed=seed)}
 
 
 def growing(**settings):

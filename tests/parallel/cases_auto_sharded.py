@@ -7,8 +7,8 @@ import numpy as np
 
 import tfscale
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import dtype_policy, shared_folder
-from tests.parallel.cases_equality import TOLERANCE, float64
+from tests.helpers.equality import TOLERANCE
+from tests.helpers.ranks import dtype_policy, float64, shared_folder
 from tfscale.callbacks import Callback
 from tfscale.exchange.auto import Mixed, strategy_of
 from tfscale.measure.auto import table_of

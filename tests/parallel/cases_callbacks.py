@@ -10,6 +10,7 @@ import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.models import Deferred, functional
 from tests.helpers.ranks import StopAt, require_error, shared_folder
+from tests.parallel.fit_model import compiled, data, metrics, own
 from tfscale import DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
@@ -22,29 +23,10 @@ from tfscale.data import GlobalBatches
 from tfscale.testing import require_equal_ranks, require_identical
 
 
-def compiled(model, optimizer=None, metrics=()):
-    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
-    model.compile(
-        tfscale.DistributedOptimizer(optimizer), "binary_crossentropy", metrics=list(metrics)
-    )
-    return model
-
-
-def data(samples, seed):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(samples, 3)).astype("float32")
-    y = (x.sum(axis=1, keepdims=True) + rng.normal(size=(samples, 1)) > 0).astype("float32")
-    return x, y
-
-
 def fit(model, arrays, callbacks, epochs=2, **options):
     x, y = arrays
     options = {"batch_size": len(x) // 2, "shuffle": False, "verbose": 0, **options}
     return model.fit(x, y, epochs=epochs, callbacks=callbacks, **options).history
-
-
-def own(samples=8):
-    return data(samples, 100 + tfscale.rank())
 
 
 class WeightsBeforeFirstStep(keras.callbacks.Callback):
@@ -96,10 +78,6 @@ def case_local_variables_stay_local():
     require_equal_ranks(model.get_layer("out").trainable_variables)
     kernels = tfscale.allgather_object(local[0].numpy())
     assert not np.array_equal(kernels[0], kernels[1])
-
-
-def metrics():
-    return ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
 
 
 def case_metrics_equal_one_process():

@@ -9,11 +9,11 @@ import numpy as np
 
 import tfscale
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import InterruptAt, require_error, shared_folder, values_of
-from tests.parallel.cases_backup import train
-from tests.parallel.cases_equality import BATCH, float64
-from tests.parallel.cases_nonfinite import BAD, data
+from tests.helpers.equality import BATCH
+from tests.helpers.ranks import InterruptAt, float64, require_error, shared_folder, values_of
+from tests.parallel.backup_runs import train
 from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
+from tests.parallel.nonfinite_data import BAD, data
 from tfscale import preemption
 from tfscale.callbacks import BackupAndRestore
 from tfscale.checkpoints import files as module

@@ -1,7 +1,5 @@
 """Chunks and replicated layers equal one process."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -9,24 +7,10 @@ import pytest
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import engine_only, sizes
-from tests.parallel.cases_equality import BATCH, OPTIMIZERS, check, conv_model, float64
+from tests.helpers.equality import BATCH, OPTIMIZERS, check, conv_model, mlp
+from tests.helpers.ranks import float64
 from tfscale.config import PlanError
 from tfscale.testing import inspect
-
-
-@functools.cache
-def mlp(use_bias: bool = True):
-    """Return a builder of four dense layers, the second of which sees inputs of rank 3."""
-
-    def build() -> keras.Model:
-        layers = keras.layers
-        inputs = keras.Input((6,))
-        hidden = layers.Dense(12, activation="tanh", use_bias=use_bias)(inputs)
-        hidden = layers.Dense(5, activation="relu")(layers.Reshape((4, 3))(hidden))
-        hidden = layers.Dense(8, use_bias=use_bias)(layers.Flatten()(hidden))
-        return keras.Model(inputs, layers.Dense(3)(hidden))
-
-    return build
 
 
 @sizes(2, 3, 4, timeout_s=240)

@@ -9,38 +9,13 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.cases import engine_only, sizes
 from tests.helpers.ranks import in_both_modes, require_error
+from tests.parallel.rank_values import gradients, plain, ramp, rank_sum
 from tfscale import Average, Max, Min, Product, Sum
 
 rank, size = tfscale.rank(), tfscale.size()  # only ranks import this
-
 DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16, tf.int32, tf.int64)
 SIGNED = (*DTYPES, tf.int8)
 LENGTHS = (0, 1, 7, 1000)
-
-
-def ramp(length):
-    return np.arange(length) % 50
-
-
-def plain(tensor):
-    return tf.cast(tensor, tf.float64).numpy()
-
-
-def rank_sum(size):
-    """0 + 1 + ... + (size - 1)."""
-    return size * (size - 1) // 2
-
-
-def gradients(loss_of, x):
-    """Yield the gradient of a loss, eager and traced."""
-
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = loss_of(x)
-        return tape.gradient(loss, x)
-
-    return in_both_modes(gradient, x)
 
 
 def case_reductions_of_every_dtype():

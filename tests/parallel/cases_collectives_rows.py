@@ -7,7 +7,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import in_both_modes, require_error
-from tests.parallel.cases_collectives_reduce import gradients, plain
+from tests.parallel.rank_values import gradients, plain
 from tfscale import Average, Max, Sum
 
 rank, size = tfscale.rank(), tfscale.size()  # only ranks import this

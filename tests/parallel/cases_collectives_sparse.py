@@ -6,7 +6,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import in_both_modes, require_error
-from tests.parallel.cases_collectives_reduce import plain, ramp, rank_sum
+from tests.parallel.rank_values import plain, ramp, rank_sum
 from tfscale import Average, Compression, Min, Sum
 
 rank, size = tfscale.rank(), tfscale.size()  # only ranks import this

@@ -10,18 +10,13 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import engine_only, sizes
-from tests.parallel.cases_chunked import mlp
-from tests.parallel.cases_equality import BATCH, OPTIMIZERS, float64
-from tests.parallel.cases_equality import check as check_whole
-from tests.parallel.cases_sharded import check
-from tests.parallel.cases_sharded_dense import DENSE, compiled
+from tests.helpers.equality import BATCH, OPTIMIZERS, mlp
+from tests.helpers.equality import check as check_whole
+from tests.helpers.ranks import float64
+from tests.parallel.sharded_dense_model import DENSE, compiled, routes
+from tests.parallel.sharded_model import check
 from tfscale.config import PlanError
 from tfscale.testing import inspect, require_close, require_identical
-
-
-def routes(model: keras.Model) -> list[str]:
-    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.Dense)]
-    return [inspect.dense_route(layer) for layer in layers]
 
 
 class Transposed(keras.layers.Layer):

@@ -7,9 +7,10 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.cases import sizes
+from tests.helpers.equality import BATCH
 from tests.helpers.ranks import require_error
-from tests.parallel.cases_nonfinite import BATCH, data
-from tests.parallel.cases_warnings import TOLD, warnings_of_ranks
+from tests.parallel.agreement_model import TOLD, warnings_of_ranks
+from tests.parallel.nonfinite_data import data
 from tfscale import Chunked, DistributedOptimizer, Sharded
 from tfscale.callbacks import MetricAverageCallback
 from tfscale.testing import require_equal_ranks

@@ -9,15 +9,18 @@ import tfscale.keras as hvd
 from tests.helpers.cases import engine_only, sizes
 from tests.helpers.models import functional
 from tests.helpers.ranks import StopAt
-from tests.parallel.cases_callbacks import compiled, own
-from tests.parallel.cases_local_sgd import agree
+from tests.parallel.fit_model import (
+    assert_equal_on_all_ranks,
+    callbacks,
+    compiled,
+    own,
+    samples,
+    weights,
+)
+from tests.parallel.local_sgd_reference import agree
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from tfscale.config import ExchangeError
 from tfscale.testing import inspect, require_equal_ranks
-
-
-def callbacks() -> list[keras.callbacks.Callback]:
-    return [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
 
 
 def small_model(**options) -> keras.Model:
@@ -26,20 +29,6 @@ def small_model(**options) -> keras.Model:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
     model.compile(optimizer, loss="mse", **options)
     return model
-
-
-def samples(n: int) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(1)
-    return generator.normal(size=(n, 4)), generator.normal(size=(n, 1))
-
-
-def assert_equal_on_all_ranks(values) -> None:
-    for other in tfscale.allgather_object(values):
-        np.testing.assert_equal(other, values)
-
-
-def weights(model: keras.Model) -> list[np.ndarray]:
-    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
 @engine_only("its events are looked at")

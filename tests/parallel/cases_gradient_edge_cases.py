@@ -9,8 +9,8 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import engine_only, sizes
-from tests.helpers.ranks import StopAt, require_error
-from tests.parallel.cases_equality import EmbeddingModel, float64
+from tests.helpers.equality import EmbeddingModel
+from tests.helpers.ranks import StopAt, float64, require_error
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, Callback, ParameterAveraging
 from tfscale.testing import inspect, require_close, require_equal_ranks, require_identical
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import sizes
+from tests.helpers.equality import densify
 from tests.helpers.ranks import require_error, shared_folder, values_of
-from tests.parallel.cases_equality import densify
 from tfscale.testing import require_close, require_equal_ranks, require_identical
 
 BATCH, STEPS, WORDS = 4, 4, 12

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import sizes
-from tests.parallel.cases_fit import assert_equal_on_all_ranks, callbacks, samples, weights
+from tests.parallel.fit_model import assert_equal_on_all_ranks, callbacks, samples, weights
 
 
 class TwoOptimizers(keras.Model):

@@ -8,7 +8,7 @@ import numpy as np
 import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import InterruptAt, float64, shared_folder
-from tests.parallel.cases_backup import interrupt_and_go_on, train
+from tests.parallel.backup_runs import interrupt_and_go_on, train
 from tests.parallel.checkpoint_runs import Run, forget_after, growing
 from tfscale.callbacks import BackupAndRestore, ModelDistance
 from tfscale.files import read_json_lines

@@ -7,12 +7,21 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import engine_only, sizes
+from tests.helpers.equality import OPTIMIZERS
 from tests.helpers.ranks import float64, require_error, shared_folder
-from tests.parallel.cases_equality import OPTIMIZERS
-from tests.parallel.cases_local_options import SGD, LocalSGD, distributed, model_of, own_fit, start
-from tests.parallel.cases_local_sgd import agree, compare, train
-from tests.parallel.local_sgd_reference import STEPS, train_by_hand
-from tfscale.testing import inspect
+from tests.parallel.local_fit_model import (
+    SGD,
+    LocalSGD,
+    StopAt,
+    distributed,
+    ends_at,
+    forget_the_stop,
+    model_of,
+    own_fit,
+    start,
+    within,
+)
+from tests.parallel.local_sgd_reference import STEPS, agree, compare, train, train_by_hand
 
 
 @sizes(2, timeout_s=100)
@@ -146,47 +155,6 @@ class Parted(keras.callbacks.Callback):
         self.n_steps += 1
         if self.apart is None and not agree(self.model.trainable_variables[0].numpy()):
             self.apart = self.n_steps - 1
-
-
-def within():
-    """Groups of one rank, or of several that share the optimizer's state."""
-    return tfscale.Sharded() if tfscale.size() > 2 else "allreduce"
-
-
-class StopAt(keras.callbacks.Callback):
-    """Stops training after a step, counted over epochs, on the last rank; counts steps.
-
-    None stops it on rank 0, at the end of the first epoch.
-    """
-
-    def __init__(self, step=None):
-        super().__init__()
-        self.last, self.steps = step, 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps += 1
-        if self.steps == self.last and tfscale.rank() == tfscale.size() - 1:
-            self.model.stop_training = True
-
-    def on_epoch_end(self, epoch, logs=None):
-        if self.last is None and tfscale.rank() == 0:
-            self.model.stop_training = True
-
-
-def forget_the_stop():
-    """Let a `fit` without callbacks of tfscale come next: with one, `fit` does this itself."""
-    inspect.wait_for_gathers()
-    tfscale.barrier()
-    inspect.return_to_steps()
-
-
-def ends_at(interval, n_steps, callback, **options):
-    """All ranks have made so many steps and hold the average of groups that did."""
-    strategy = tfscale.LocalSGD(2, interval, within(), **options)
-    model = train("momentum", strategy, 3, callbacks=[callback])
-    assert set(tfscale.allgather_object(callback.steps)) == {n_steps}
-    compare(model, train_by_hand(OPTIMIZERS["momentum"], 2, interval, n_steps, **options))
-    forget_the_stop()
 
 
 @engine_only("ranks ask each other before each step, and stop at once")

@@ -7,46 +7,28 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-import tfscale.keras as hvd
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import require_error
-from tests.parallel.cases_equality import dense_model, float64
-from tests.parallel.cases_local_sgd import (
+from tests.helpers.equality import dense_model
+from tests.helpers.ranks import float64, require_error
+from tests.parallel.local_fit_model import (
+    SGD,
+    Dense,
+    LocalSGD,
+    distributed,
+    model_of,
+    own_fit,
+    start,
+)
+from tests.parallel.local_sgd_reference import (
     ALLREDUCE,
     agree,
     check,
     compare,
     names_with_bytes,
+    rounded_mean,
     train,
 )
-from tests.parallel.local_sgd_reference import rounded_mean
 from tfscale.testing import inspect, require_close, require_identical
-
-SGD, Dense = keras.optimizers.SGD, keras.layers.Dense
-LocalSGD = tfscale.LocalSGD
-
-
-def model_of(layers):
-    """Return a model of the layers that a function makes, which draw from the seed."""
-    keras.utils.set_random_seed(5)
-    return keras.Sequential([keras.Input((2,)), *layers()])
-
-
-def own_fit(model, optimizer, *callbacks, epochs=1):
-    """Train a model of the caller's on 8 steps of 24 samples; return it."""
-    x = np.random.default_rng(4).normal(size=(192, 2))
-    model.compile(optimizer, "mse")
-    data = tfscale.data.GlobalBatches(x, x[:, :1], batch_size=24, shuffle=False)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
-    return model
-
-
-def start(**options):
-    return hvd.callbacks.BroadcastGlobalVariablesCallback(0, **options)
-
-
-def distributed(rule, strategy):
-    return hvd.DistributedOptimizer(rule, exchange=strategy)
 
 
 @sizes(4, timeout_s=120)

@@ -10,13 +10,19 @@ import numpy as np
 
 import tfscale
 from tests.helpers.cases import engine_only, sizes
-from tests.helpers.ranks import shared_folder, values_of
-from tests.parallel.cases_backup import interrupt_and_go_on
-from tests.parallel.cases_equality import float64
-from tests.parallel.cases_local_fit import StopAt, ends_at
-from tests.parallel.cases_local_sgd import ALLREDUCE, check, train
+from tests.helpers.ranks import float64, shared_folder, values_of
+from tests.parallel.backup_runs import interrupt_and_go_on
 from tests.parallel.checkpoint_runs import Run, forget_after
-from tests.parallel.local_sgd_reference import BATCH, STEPS, bf16_mean, samples
+from tests.parallel.local_fit_model import StopAt, ends_at
+from tests.parallel.local_sgd_reference import (
+    ALLREDUCE,
+    BATCH,
+    STEPS,
+    bf16_mean,
+    check,
+    samples,
+    train,
+)
 from tfscale.callbacks import ModelDistance
 from tfscale.files import read_json_lines
 from tfscale.testing import require_identical

@@ -6,71 +6,21 @@ import numpy as np
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import values_of
-from tests.parallel.cases_equality import LAYERWISE, OPTIMIZERS, dense_model, float64
-from tests.parallel.local_sgd_reference import BATCH, STEPS, ByHand, samples, train_by_hand
+from tests.helpers.equality import OPTIMIZERS
+from tests.helpers.ranks import float64, values_of
+from tests.parallel.local_sgd_reference import (
+    ALLREDUCE,
+    BATCH,
+    STEPS,
+    agree,
+    check,
+    compare,
+    names_with_bytes,
+    train,
+    train_by_hand,
+)
 from tfscale.callbacks import LearningRateScaling, ModelDistance
-from tfscale.plan.buckets import owner_of
-from tfscale.testing import inspect, require_close, require_equal_ranks, require_identical
-
-RULES = {**OPTIMIZERS, **LAYERWISE}
-ALLREDUCE = {"within": "allreduce"}
-
-
-def train(
-    make, strategy, epochs=1, callbacks=(), data=None, at_once=1, build=dense_model, **options
-):
-    keras.utils.set_random_seed(3)
-    x, y = data or samples()
-    model = build()
-    optimizer = hvd.DistributedOptimizer(RULES.get(make, make)(), exchange=strategy, **options)
-    model.compile(optimizer, loss="mse", steps_per_execution=at_once)
-    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
-    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(data, epochs=epochs, verbose=0, callbacks=[start, *callbacks])
-    return model
-
-
-def compare(model, expected):
-    require_close(model.trainable_variables, expected)
-    require_equal_ranks(model.trainable_variables)
-
-
-def check(
-    options,
-    rule,
-    epochs=1,
-    *,
-    groups=2,
-    callbacks=(),
-    data=None,
-    passes=1,
-    mean=None,
-    rate_of=None,
-    **more,
-):
-    """Compare weights and distances, of layers too, with groups by hand; return these."""
-    make, strategy, record = (
-        RULES.get(rule, rule),
-        tfscale.LocalSGD(groups, **options),
-        ModelDistance(),
-    )
-    model = train(make, strategy, epochs, [*callbacks, record], data, **more)
-    by_hand = ByHand(make, groups, strategy, data, passes, mean, rate_of)
-    compare(model, by_hand.train(epochs * STEPS // passes))
-    steps, distances = zip(*record.distances, strict=True)
-    # Averages that are on their way at the end, or to be read with the next, have no distance yet.
-    assert len(distances) >= (3 if strategy.overlap else len(by_hand.distances)), distances
-    assert agree(distances)
-    np.testing.assert_allclose(distances, by_hand.distances[: len(distances)], rtol=1e-9)
-    if strategy.fragments == 1 and not strategy.overlap:
-        assert list(steps) == [passes * step for step in by_hand.steps]
-    average = model.optimizer.group_average
-    found = dict(zip(average.layers, average.layer_distances.numpy(), strict=True))
-    names = [owner_of(variable.path) for variable in model.trainable_variables[::2]]
-    expected = by_hand.layer_distances[len(distances) - 1]
-    np.testing.assert_allclose([found[name] for name in names], expected, rtol=1e-9)
-    return by_hand
+from tfscale.testing import require_identical
 
 
 def outer():
@@ -138,11 +88,6 @@ class Watch(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self.ended.append(self.model.trainable_variables[0].numpy())
-
-
-def agree(value) -> bool:
-    every = tfscale.allgather_object(value)
-    return all(np.array_equal(v, every[0]) for v in every)
 
 
 @sizes(2, 4, timeout_s=120)
@@ -218,16 +163,6 @@ def case_what_groups_send():
             assert names_with_bytes()["average of parameters"] == own * 8
             assert sum(tfscale.allgather_object(own)) == n_values * tfscale.size() // parts
             assert abs(own - n_values / parts) <= 8 * 8 * len(model.trainable_variables)
-
-
-def names_with_bytes():
-    """Return bytes by the name of what was sent since the last call."""
-    names = {}
-    for event in inspect.take_collectives():
-        if event.plan >= 0:
-            label = event.name
-            names[label] = names.get(label, 0) + event.bytes
-    return names
 
 
 class Logged(keras.callbacks.Callback):

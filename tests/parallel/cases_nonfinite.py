@@ -1,19 +1,17 @@
 """NaN on one rank: all ranks skip the step, or all raise with rank, step and parameter."""
 
 import keras
-import numpy as np
 
 import tfscale
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import outcome, require_error
-from tests.parallel import sharded_model
-from tests.parallel.cases_equality import BATCH, float64
+from tests.helpers.equality import BATCH
+from tests.helpers.ranks import float64, outcome, require_error
+from tests.parallel.nonfinite_data import BAD, data
 from tests.parallel.sharded_model import N_STEPS, compiled, single_steps, state_of
 from tfscale import Allreduce, Chunked, DistributedOptimizer, LocalSGD, Sharded
 from tfscale.callbacks import BroadcastGlobalVariablesCallback
 from tfscale.testing import require_close, require_equal_ranks, require_identical
 
-BAD = 2  # this step is bad on the last rank
 EXCHANGES = {
     "allreduce": Allreduce(bucket_mb=0),
     "chunked": Chunked(first_chunk_layers=1, replicated_dense=0),
@@ -22,14 +20,6 @@ EXCHANGES = {
     "sharded": Sharded(dense="weights"),
     "partial": Sharded(dense="partial"),
 }
-
-
-def data():
-    """All global batches; in the bad step the last rank's part, the last one, holds a NaN."""
-    x, y = sharded_model.data()
-    bad = x.copy()
-    bad[BATCH * (BAD + 1) - 1] = np.nan
-    return bad, x, y
 
 
 def fit(optimizer, **options):

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import require_engine, sizes
-from tests.parallel.cases_trace import shared_folder
+from tests.helpers.ranks import new_folder
 from tfscale.measure.analysis import Key, collectives_before
 from tfscale.testing import inspect
 
@@ -112,7 +112,7 @@ def case_chunk_1_is_through_before_the_gradients_of_chunk_2_exist():
 
 def rank_0_comes_last() -> tuple[Callable[[int], bool], Callable[[int], bool]]:
     """Return two gates: at the first one rank 0 waits until the others have passed the second."""
-    folder = shared_folder()
+    folder = new_folder()
 
     def come_last(step: int) -> bool:
         others = range(1, tfscale.size()) if tfscale.rank() == 0 else ()

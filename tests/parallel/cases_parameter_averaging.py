@@ -10,8 +10,8 @@ import numpy as np
 import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import InterruptAt, Interruption, StopAt, float64, require_error
-from tests.parallel.cases_backup import BATCH, network
-from tests.parallel.cases_local_fit import forget_the_stop
+from tests.parallel.backup_runs import BATCH, network
+from tests.parallel.local_fit_model import forget_the_stop
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, ParameterAveraging
 from tfscale.testing import require_close, require_identical
 

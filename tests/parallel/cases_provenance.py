@@ -11,8 +11,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import float64
-from tests.parallel.cases_dense_routes import routes
-from tests.parallel.cases_sharded_dense import STRATEGIES, compiled
+from tests.parallel.sharded_dense_model import STRATEGIES, compiled, routes
 from tfscale.config import PlanError
 from tfscale.testing import require_close
 

@@ -7,22 +7,20 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import shared_folder
-from tests.helpers.versions import HAS_MUON
-from tests.parallel.cases_equality import (
-    LAYERWISE,
-    OPTIMIZERS,
+from tests.helpers.equality import (
     EmbeddingModel,
     GhostBatchNormalization,
     conv_model,
     dense_model,
-    float64,
     norm_model,
 )
-from tests.parallel.cases_equality import check as check_whole
+from tests.helpers.ranks import float64, shared_folder
+from tests.helpers.versions import HAS_MUON
 from tests.parallel.sharded_model import (
     N_STEPS,
+    SHARDED,
     Adam,
+    check,
     compiled,
     fit,
     require_near,
@@ -32,24 +30,6 @@ from tests.parallel.sharded_model import (
     state_of,
 )
 from tfscale.testing import require_close, require_identical
-
-SHARDED = {
-    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
-    "lion": lambda: keras.optimizers.Lion(0.01),
-    "nadam": lambda: keras.optimizers.Nadam(0.01),
-    "adamax": lambda: keras.optimizers.Adamax(0.01),
-    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
-    "ftrl": lambda: keras.optimizers.Ftrl(0.05),
-    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
-    **({"muon": lambda: keras.optimizers.Muon(0.01)} if HAS_MUON else {}),
-    **LAYERWISE,
-    **OPTIMIZERS,
-}
-
-
-def check(build, make_optimizer, strategy=None, local_build=None, **options) -> None:
-    """Train sharded and in one process; compare weights and the optimizer's complete state."""
-    check_whole(build, make_optimizer, strategy or tfscale.Sharded(), local_build, **options)
 
 
 @sizes(2, 3, 4, timeout_s=300)

@@ -1,20 +1,16 @@
 """Dense layers of sharded models that exchange activations and errors: equal to one process."""
 
-from collections.abc import Callable
-
 import keras
 import numpy as np
 
 import tfscale
-import tfscale.keras as hvd
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import dtype_policy
-from tests.parallel.cases_chunked import mlp
-from tests.parallel.cases_equality import conv_model, float64
-from tests.parallel.cases_sharded import SHARDED, case_clipping, check
+from tests.helpers.equality import conv_model, mlp
+from tests.helpers.ranks import dtype_policy, float64
+from tests.parallel.cases_sharded import case_clipping
+from tests.parallel.sharded_dense_model import DENSE, STRATEGIES, compiled
+from tests.parallel.sharded_model import SHARDED, check
 from tfscale.testing import require_close, require_identical
-
-DENSE = ("replicated", "partial")
 
 
 @sizes(2, 3, 4, timeout_s=300)
@@ -56,22 +52,6 @@ def case_constraints_shared_layers_and_whole_rules():
     for route in DENSE:
         check(constrained, SHARDED["adam"], tfscale.Sharded(dense=route))
         check(mlp(), SHARDED["lamb"], tfscale.Sharded(dense=route))
-
-
-def compiled(build: Callable[[], keras.Model], strategy, rule=None, **options) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    model = build()
-    optimizer = hvd.DistributedOptimizer(
-        rule or keras.optimizers.SGD(0.1), exchange=strategy, **options
-    )
-    model.compile(optimizer=optimizer, loss="mse")
-    return model
-
-
-STRATEGIES = (
-    *(tfscale.Sharded(dense=route) for route in DENSE),
-    tfscale.Chunked(first_chunk_layers=1, replicated_dense=2),
-)
 
 
 @sizes(2, 3, timeout_s=240)

@@ -9,8 +9,8 @@ import tensorflow as tf
 import tfscale
 from recipes.models.vgg import vgg
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import dtype_policy, require_error, shared_folder, values_of
-from tests.parallel.cases_equality import BATCH, float64
+from tests.helpers.equality import BATCH
+from tests.helpers.ranks import dtype_policy, float64, require_error, shared_folder, values_of
 from tests.parallel.sharded_model import (
     N_STEPS,
     Adam,

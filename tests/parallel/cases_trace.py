@@ -3,9 +3,7 @@
 import itertools
 import json
 import shutil
-import tempfile
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -13,6 +11,7 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.cases import require_engine, sizes
+from tests.helpers.ranks import new_folder
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
 from tfscale.comm import events, timeline
 from tfscale.measure.analysis import Key, collectives_before
@@ -22,11 +21,6 @@ from tfscale.testing import inspect
 require_engine("its events are looked at")
 
 N_STEPS = 8
-
-
-def shared_folder():
-    folder = tempfile.mkdtemp(prefix="tfscale-trace-") if tfscale.rank() == 0 else None
-    return Path(tfscale.broadcast_object(folder))
 
 
 def build(exchange=None, rate=1e-3, **options):
@@ -41,7 +35,7 @@ def build(exchange=None, rate=1e-3, **options):
 
 def report(model, epochs=2, every_n_steps=1, **options):
     """Train; return the rows of the report, and its folder. Collective."""
-    folder = shared_folder()
+    folder = new_folder()
     x = np.random.default_rng(0).normal(size=(16 * N_STEPS, 64)).astype("float32")
     fed = options or {"x": x, "y": x, "batch_size": 16}
     record = CommunicationReport(folder, every_n_steps=every_n_steps)
@@ -181,7 +175,7 @@ def case_clocks_agree_within_the_stated_error():
 
 @sizes(1, 2)
 def case_timeline_of_all_ranks():
-    file, n = shared_folder() / "trace.json", tfscale.size()
+    file, n = new_folder() / "trace.json", tfscale.size()
     tfscale.start_timeline(str(file))
     rows, _ = report(build(), epochs=1)
     tfscale.stop_timeline()
@@ -204,7 +198,7 @@ def case_timeline_of_all_ranks():
 
 @sizes(2)
 def case_a_timeline_that_cannot_be_written_keeps_nobody():
-    folder = shared_folder() / "gone"
+    folder = new_folder() / "gone"
     timeline.start_automatic(str(folder))
     tfscale.barrier()
     if tfscale.rank() == 0:

@@ -11,8 +11,8 @@ import numpy as np
 
 import tfscale
 from tests.helpers.cases import engine_only, sizes
+from tests.helpers.equality import dense_model
 from tests.helpers.ranks import outcome, require_error, shared_folder
-from tests.parallel.cases_equality import dense_model
 from tests.parallel.local_sgd_reference import BATCH, STEPS, samples
 from tfscale.launcher.tune import links
 from tfscale.launcher.tune.links import measure_model

@@ -2,7 +2,6 @@
 by metrics of their own samples.
 """
 
-import logging
 import tempfile
 from unittest import mock
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import require_error
-from tests.parallel.cases_agreement import BATCH, SGD, N, batches, train
+from tests.parallel.agreement_model import BATCH, SGD, TOLD, N, batches, train, warnings_of_ranks
 from tfscale import DistributedOptimizer
 from tfscale.callbacks import (
     BackupAndRestore,
@@ -25,30 +24,9 @@ from tfscale.callbacks import (
 )
 from tfscale.comm.warnings import watch_first_fit
 
-TOLD = "Received: other weights on rank 1"
-
-
-class Heard(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
 
 def warnings_of(action):
     return warnings_of_ranks(action)[0]
-
-
-def warnings_of_ranks(action):
-    heard = Heard()
-    logging.getLogger("tfscale").addHandler(heard)
-    try:
-        action()
-    finally:
-        logging.getLogger("tfscale").removeHandler(heard)
-    return tfscale.allgather_object(" ".join(heard.texts))
 
 
 class OwnStep(keras.Model):

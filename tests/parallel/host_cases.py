@@ -10,9 +10,9 @@ import keras
 import numpy as np
 
 import tfscale
+from tests.helpers.equality import OPTIMIZERS
 from tests.helpers.ranks import float64, values_of
 from tests.parallel import cases_equality, cases_local_sgd, cases_parameter_averaging
-from tests.parallel.cases_equality import OPTIMIZERS
 from tests.parallel.local_sgd_reference import STEPS, ByHand
 from tfscale import Sum
 from tfscale.testing import require_identical

@@ -7,7 +7,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.parallel.cases_equality import dense_model, inputs_of
+import tfscale.keras as hvd
+from tests.helpers.equality import LAYERWISE, OPTIMIZERS, dense_model, inputs_of
+from tfscale.callbacks import ModelDistance
+from tfscale.plan.buckets import owner_of
+from tfscale.testing import inspect, require_close, require_equal_ranks
 
 BATCH, STEPS = 24, 10
 
@@ -220,3 +224,80 @@ def fragments_of(variables, n):
         filled[smallest] += sum(v.numpy().size for v in variables[kernel : kernel + 2])
         places[smallest] += [kernel, kernel + 1]
     return places
+
+
+RULES = {**OPTIMIZERS, **LAYERWISE}
+
+
+ALLREDUCE = {"within": "allreduce"}
+
+
+def train(
+    make, strategy, epochs=1, callbacks=(), data=None, at_once=1, build=dense_model, **options
+):
+    keras.utils.set_random_seed(3)
+    x, y = data or samples()
+    model = build()
+    optimizer = hvd.DistributedOptimizer(RULES.get(make, make)(), exchange=strategy, **options)
+    model.compile(optimizer, loss="mse", steps_per_execution=at_once)
+    data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
+    start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[start, *callbacks])
+    return model
+
+
+def compare(model, expected):
+    require_close(model.trainable_variables, expected)
+    require_equal_ranks(model.trainable_variables)
+
+
+def check(
+    options,
+    rule,
+    epochs=1,
+    *,
+    groups=2,
+    callbacks=(),
+    data=None,
+    passes=1,
+    mean=None,
+    rate_of=None,
+    **more,
+):
+    """Compare weights and distances, of layers too, with groups by hand; return these."""
+    make, strategy, record = (
+        RULES.get(rule, rule),
+        tfscale.LocalSGD(groups, **options),
+        ModelDistance(),
+    )
+    model = train(make, strategy, epochs, [*callbacks, record], data, **more)
+    by_hand = ByHand(make, groups, strategy, data, passes, mean, rate_of)
+    compare(model, by_hand.train(epochs * STEPS // passes))
+    steps, distances = zip(*record.distances, strict=True)
+    # Averages that are on their way at the end, or to be read with the next, have no distance yet.
+    assert len(distances) >= (3 if strategy.overlap else len(by_hand.distances)), distances
+    assert agree(distances)
+    np.testing.assert_allclose(distances, by_hand.distances[: len(distances)], rtol=1e-9)
+    if strategy.fragments == 1 and not strategy.overlap:
+        assert list(steps) == [passes * step for step in by_hand.steps]
+    average = model.optimizer.group_average
+    found = dict(zip(average.layers, average.layer_distances.numpy(), strict=True))
+    names = [owner_of(variable.path) for variable in model.trainable_variables[::2]]
+    expected = by_hand.layer_distances[len(distances) - 1]
+    np.testing.assert_allclose([found[name] for name in names], expected, rtol=1e-9)
+    return by_hand
+
+
+def agree(value) -> bool:
+    every = tfscale.allgather_object(value)
+    return all(np.array_equal(v, every[0]) for v in every)
+
+
+def names_with_bytes():
+    """Return bytes by the name of what was sent since the last call."""
+    names = {}
+    for event in inspect.take_collectives():
+        if event.plan >= 0:
+            label = event.name
+            names[label] = names.get(label, 0) + event.bytes
+    return names

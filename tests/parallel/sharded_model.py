@@ -4,7 +4,9 @@ import keras
 import numpy as np
 
 import tfscale
-from tests.parallel.cases_equality import BATCH, dense_model
+from tests.helpers.equality import BATCH, LAYERWISE, OPTIMIZERS, dense_model
+from tests.helpers.equality import check as check_whole
+from tests.helpers.versions import HAS_MUON
 from tfscale.callbacks import Callback
 from tfscale.testing import require_close
 
@@ -65,3 +67,22 @@ def require_near(values, expected, what=""):
 def require_state(model, expected, what=""):
     values = [*(v.numpy() for v in model.variables), *model.optimizer.full_state()]
     require_near(values, expected, what)
+
+
+SHARDED = {
+    "adagrad": lambda: keras.optimizers.Adagrad(0.05),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.05),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    **({"muon": lambda: keras.optimizers.Muon(0.01)} if HAS_MUON else {}),
+    **LAYERWISE,
+    **OPTIMIZERS,
+}
+
+
+def check(build, make_optimizer, strategy=None, local_build=None, **options) -> None:
+    """Train sharded and in one process; compare weights and the optimizer's complete state."""
+    check_whole(build, make_optimizer, strategy or tfscale.Sharded(), local_build, **options)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults import test_matrix
+from tests.helpers.cases import HAS_ALL_SIZES, find_cases
 from tests.helpers.launching import start_job
 from tests.horovod_contract.intents import INTENTS
 from tests.parallel.test_hosts import LAYOUTS
-from tests.parallel.test_parallel import HAS_ALL_SIZES, find_cases
 from tfscale.testing import spawn
 
 CONTRACT = {f"tests.parallel.cases_{name}" for names in INTENTS.values() for name in names}

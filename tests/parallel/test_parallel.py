@@ -8,18 +8,14 @@ Horovod's contract, on 2 ranks.
 Cases are found in the source text: their modules are imported by the ranks only.
 """
 
-import ast
-import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import EXTENT, HAS_ALL_SIZES, find_cases
 from tests.horovod_contract.intents import INTENTS
 from tfscale.testing import RankResult, spawn
 
-ALL_SIZES = (1, 2, 3, 4)
-HERE = Path(__file__).parent
 # Equality with one process: what all else rests on.
 WITH_ALL_SIZES = {
     "tests.parallel.cases_adaptive:case_growing_batches_equal_one_process",
@@ -30,32 +26,6 @@ WITH_ALL_SIZES = {
     "tests.parallel.cases_equality:case_sync_batch_normalization",
     "tests.parallel.cases_sharded:case_every_model",
 }
-
-
-def read_mark(function: ast.FunctionDef) -> tuple[tuple[int, ...], float | None]:
-    for mark in function.decorator_list:
-        name = (
-            getattr(mark.func, "id", getattr(mark.func, "attr", ""))
-            if hasattr(mark, "func")
-            else ""
-        )
-        if name == "sizes":
-            allowed = tuple(ast.literal_eval(argument) for argument in mark.args)
-            limits = {k.arg: ast.literal_eval(k.value) for k in mark.keywords}
-            return allowed or ALL_SIZES, limits.get("timeout_s")
-    return ALL_SIZES, None
-
-
-def find_cases() -> list[tuple[str, int, float | None]]:
-    """Return (case, size, limit in seconds or None), sizes ascending."""
-    found = []
-    for file in sorted(HERE.glob("cases_*.py")):
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("case_"):
-                allowed, limit_s = read_mark(node)
-                case = f"tests.parallel.{file.stem}:{node.name}"
-                found += [(case, size, limit_s) for size in allowed]
-    return sorted(found, key=lambda item: item[1])
 
 
 def by_turns(cases: list[tuple[str, int, float | None]]) -> list[tuple[str, int, float | None]]:
@@ -71,10 +41,6 @@ def by_turns(cases: list[tuple[str, int, float | None]]) -> list[tuple[str, int,
         chosen[case] = kind if case in WITH_ALL_SIZES else (kind[n_before[kind] % len(kind)],)
         n_before[kind] += 1
     return [item for item in cases if item[1] in (1, *chosen.get(item[0], ()))]
-
-
-EXTENT = os.environ.get("RANKS", "by turns")
-HAS_ALL_SIZES = EXTENT == "all"
 
 
 def choose_cases() -> list[tuple[str, int, float | None]]:

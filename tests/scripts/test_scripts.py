@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import HAS_ALL_SIZES
 from tests.helpers.launching import job_words, run_in_folder
 from tests.helpers.run_comparison import compare_files, compare_lines, read_files, read_lines
-from tests.parallel.test_parallel import HAS_ALL_SIZES
 
 SCRIPTS = {
     path.stem: path

@@ -1,5 +1,8 @@
 """A small model in one process that is trained with checkpoints, for tests."""
 
+import os
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -121,3 +124,16 @@ def resume(folder, stop, every=1, model=build, data=lambda: None, front=(), **op
     losses = resumed.history.history["loss"]
     assert losses == whole.history.history["loss"][-len(losses) :]
     return rest
+
+
+def refuse(monkeypatch, number, *paths):
+    """Let no folder of these be listed, and no file of these be opened."""
+    for owner, name in ((os, "listdir"), (os, "scandir"), (Path, "open")):
+        usual = getattr(owner, name)
+
+        def refusing(path=".", *arguments, usual=usual, **options):
+            if str(path) in map(str, paths):
+                raise OSError(number, os.strerror(number))
+            return usual(path, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, refusing)

@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_global_batches import as_rank
+from tests.unit.served_batches import as_rank
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import use_active_ranks
 from tfscale.data.slices import count_active, epoch_order

@@ -9,7 +9,7 @@ import pytest
 
 import tfscale
 from tests.helpers.single_job import single_job  # noqa: F401
-from tests.unit.test_plan_contention import CLUSTER, TABLES, fixed, scenario_of
+from tests.unit.plan_scenarios import CLUSTER, TABLES, fixed, scenario_of
 from tfscale import Auto
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError

@@ -154,13 +154,17 @@ class Backwards(keras.Sequential):
 
 
 def test_moments_stay_with_their_weights(tmp_path):
-    def run(folder, epochs):
+    def run(folder, epochs, is_built=False):
         keras.utils.set_random_seed(2)
         layers = [keras.layers.Dense(3, use_bias=False) for _ in range(2)]
         model = callback_models.compiled(Backwards([keras.Input((3,)), *layers]))
+        if is_built:
+            model.optimizer.build(model.trainable_variables)
         backup = BackupAndRestore(tmp_path / folder, delete_checkpoint=False)
         callback_models.fit(model, [backup], epochs=epochs)
         return model
 
     run("cut", 1)
+    with pytest.raises(ConfigError, match="in their order. Received: .*kernel, .*kernel; the"):
+        run("cut", 2, is_built=True)
     require_equal(run("cut", 2), run("whole", 2))

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tests.unit.adaptive_model import adaptive, arrays, make_data, make_model
 from tests.unit.callback_models import single_job  # noqa: F401
-from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
-from tests.unit.test_global_batches import as_rank
+from tests.unit.served_batches import as_rank
 from tfscale.callbacks import (
     BackupAndRestore,
     BatchSizeSchedule,

@@ -6,33 +6,26 @@ import keras
 import numpy as np
 import pytest
 
+from tests.helpers.models import LINE, line_model
 from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale.callbacks import BestModelCheckpoint, ModelCheckpoint
 from tfscale.callbacks.model_checkpoint import make_checkpoints_safe
 from tfscale.optimizer.saving import make_saves_safe
 from tfscale.testing import FakeRanks, pretend_rank
 
-X = np.linspace(-1.0, 1.0, 8, dtype="float32").reshape(8, 1)
-
-
-def compiled():
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
 
 @pytest.mark.parametrize("save_freq", ["epoch", 2])
 def test_checkpoint_writes_on_rank_zero_only(tmp_path, save_freq):
-    models = [compiled() for _ in range(3)]
+    models = [line_model() for _ in range(3)]
 
     def body(rank):
         path = str(tmp_path / f"rank{rank}-{{epoch}}.keras")
         callback = ModelCheckpoint(path, save_freq=save_freq)
-        models[rank].fit(X, X, batch_size=4, epochs=2, verbose=0, callbacks=[callback])
+        models[rank].fit(LINE, LINE, batch_size=4, epochs=2, verbose=0, callbacks=[callback])
 
     assert FakeRanks(3).run(body) == [None] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0-1.keras", "rank0-2.keras"]
-    keras.models.load_model(tmp_path / "rank0-2.keras").evaluate(X, X, verbose=0)
+    keras.models.load_model(tmp_path / "rank0-2.keras").evaluate(LINE, LINE, verbose=0)
 
 
 def test_best_model_checkpoint_keeps_the_best(tmp_path):
@@ -46,7 +39,7 @@ def test_best_model_checkpoint_keeps_the_best(tmp_path):
     for rank in (0, 1):
         best = BestModelCheckpoint("score", mode="min", filepath=str(path))
         with pretend_rank(rank):
-            compiled().fit(X, X + 1.0, epochs=3, verbose=0, callbacks=[scores, best])
+            line_model().fit(LINE, LINE + 1.0, epochs=3, verbose=0, callbacks=[scores, best])
         assert best.best == 1.0
     saved = keras.models.load_model(path).get_weights()[0]
     np.testing.assert_array_equal(saved, weights[1])
@@ -55,7 +48,7 @@ def test_best_model_checkpoint_keeps_the_best(tmp_path):
 @pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
 def test_plain_checkpoints_of_all_ranks_write_one_whole_file(tmp_path, suffix):
     path = tmp_path / "new" / "folder" / f"model{suffix}"
-    models = [compiled() for _ in range(4)]
+    models = [line_model() for _ in range(4)]
     for model in models:
         model.set_weights(models[0].get_weights())
         make_saves_safe(model)
@@ -72,19 +65,19 @@ def test_plain_checkpoints_of_all_ranks_write_one_whole_file(tmp_path, suffix):
 
     assert FakeRanks(4).run(body) == [None] * 4
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    other = compiled()
+    other = line_model()
     other.load_weights(path)
     np.testing.assert_array_equal(other.get_weights()[0], models[0].get_weights()[0])
 
 
 def test_atomic_saves_keep_the_rules_of_keras(tmp_path):
-    model = compiled()
+    model = line_model()
     make_saves_safe(model)
     with pytest.raises(ValueError):
         model.save(tmp_path / "model.unknown")
     model.save_weights(str(tmp_path / "sharded.weights.json"), max_shard_size=1.0)
     model.save(tmp_path / "model.keras", zipped=True)
-    model.fit(X, X, verbose=0)
+    model.fit(LINE, LINE, verbose=0)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".rank")]
     with pytest.raises(OSError):
         model.save(tmp_path / "missing" / "model.keras")

@@ -16,10 +16,10 @@ from tests.unit.checkpoint_model import (
     fit,
     interrupt,
     job,  # noqa: F401
+    refuse,
     require_equal,
     steps_in,
 )
-from tests.unit.test_checkpoint_files import refuse
 from tfscale import preemption
 from tfscale.callbacks import Checkpoint
 from tfscale.checkpoints import list_checkpoints

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import tfscale
+from tests.unit.checkpoint_model import refuse
 from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.files import (
@@ -231,19 +232,6 @@ def test_a_link_to_an_archive_is_read_and_neither_counted_nor_deleted(tmp_path):
     delete_all(folder)
     delete_all(folder)
     assert not folder.exists()
-
-
-def refuse(monkeypatch, number, *paths):
-    """Let no folder of these be listed, and no file of these be opened."""
-    for owner, name in ((os, "listdir"), (os, "scandir"), (Path, "open")):
-        usual = getattr(owner, name)
-
-        def refusing(path=".", *arguments, usual=usual, **options):
-            if str(path) in map(str, paths):
-                raise OSError(number, os.strerror(number))
-            return usual(path, *arguments, **options)
-
-        monkeypatch.setattr(owner, name, refusing)
 
 
 def test_nothing_is_deleted_that_cannot_be_listed(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from tests.unit.checkpoint_model import (
     job,  # noqa: F401
     require_equal,
 )
-from tests.unit.test_global_batches import as_rank
+from tests.unit.served_batches import as_rank
 from tfscale.callbacks import (
     BackupAndRestore,
     BroadcastGlobalVariablesCallback,

@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
+from tests.helpers.models import LINE, line_model
 from tests.helpers.single_job import single_job  # noqa: F401
-from tests.unit.test_callbacks_rank_zero import X, compiled
 from tfscale.callbacks import Callback, MetricAverageCallback, Synchronize
 from tfscale.fit.session import running_session, session_of
 
@@ -26,11 +26,11 @@ class Look(Callback):
 
 
 def train(model, *callbacks, epochs=1):
-    model.fit(X, X, batch_size=4, epochs=epochs, verbose=0, callbacks=list(callbacks))
+    model.fit(LINE, LINE, batch_size=4, epochs=epochs, verbose=0, callbacks=list(callbacks))
 
 
 def test_callbacks_of_a_fit_share_a_session_and_the_next_fit_has_another():
-    model, first, second = compiled(), Look(), Look()
+    model, first, second = line_model(), Look(), Look()
     for _ in range(2):
         train(model, first, second, epochs=2)
     assert first.seen == second.seen and len(first.seen) == 4
@@ -40,7 +40,7 @@ def test_callbacks_of_a_fit_share_a_session_and_the_next_fit_has_another():
 
 def test_a_session_keeps_neither_the_model_alive_nor_what_serves_the_batches():
     """Python would wait for its threads for ever when it ends, and they for Python."""
-    model, served = compiled(), []
+    model, served = line_model(), []
     look = Look(lambda look: served.append(weakref.ref(look.session.call.epochs)))
     train(model, look, Synchronize())
     gc.collect()
@@ -53,13 +53,13 @@ def test_a_session_keeps_neither_the_model_alive_nor_what_serves_the_batches():
 
 @pytest.mark.parametrize("is_other", [False, True])
 def test_an_evaluation_inside_of_a_fit_begins_no_session(is_other):
-    model, found = compiled(), []
-    other = compiled() if is_other else model
+    model, found = line_model(), []
+    other = line_model() if is_other else model
 
     def evaluate(look):
         inside = [] if is_other else [look]  # the same callback in both
         callbacks = [MetricAverageCallback(), *inside]
-        other.evaluate(X, X, verbose=0, callbacks=callbacks)
+        other.evaluate(LINE, LINE, verbose=0, callbacks=callbacks)
         found.append(running_session())
 
     look = Look(evaluate)
@@ -69,16 +69,16 @@ def test_an_evaluation_inside_of_a_fit_begins_no_session(is_other):
 
 
 def test_a_fit_that_broke_off_leaves_nothing_to_the_next():
-    model, broken = compiled(), Look(mock.Mock(side_effect=[RuntimeError("broken off"), None]))
+    model, broken = line_model(), Look(mock.Mock(side_effect=[RuntimeError("broken off"), None]))
     with pytest.raises(RuntimeError, match="broken off"):
         train(model, broken)
     before = broken.session
     train(model, broken)
-    assert broken.seen[0] is not before and broken.seen[0].data is X
+    assert broken.seen[0] is not before and broken.seen[0].data is LINE
 
 
 def test_hooks_that_are_called_by_hand_share_a_session_for_each_training():
-    model, callbacks, seen = compiled(), [Look(), Look()], []
+    model, callbacks, seen = line_model(), [Look(), Look()], []
     for _ in range(2):
         for callback in callbacks:
             callback.set_model(model)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests.helpers.models import Recorder, classifier
 from tests.helpers.ranks import float64
-from tests.unit.test_global_batches import as_rank, make, served
+from tests.unit.served_batches import as_rank, make, served
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 

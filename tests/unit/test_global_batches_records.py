@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.helpers.models import Recorder
-from tests.unit.test_global_batches import as_rank, require_shared_out
+from tests.unit.served_batches import as_rank, require_shared_out
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 from tfscale.fit.agreement import require_same_samples

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 
+from tests.unit.adaptive_model import adaptive, arrays, make_data, make_model
 from tests.unit.callback_models import single_job  # noqa: F401
-from tests.unit.test_adaptive_batch_size import adaptive, arrays, make_data, make_model
-from tests.unit.test_global_batches import as_rank
+from tests.unit.served_batches import as_rank
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import use_active_ranks

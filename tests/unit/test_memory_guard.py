@@ -5,8 +5,8 @@ from pathlib import Path
 import keras
 import pytest
 
+from tests.unit.adaptive_model import adaptive, make_data, make_model
 from tests.unit.callback_models import single_job  # noqa: F401
-from tests.unit.test_adaptive_batch_size import adaptive, make_data, make_model
 from tfscale.callbacks import epoch_measures as measures
 from tfscale.testing import pretend_rank
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfscale
-from tests.unit.test_plan_costs import machines
-from tests.unit.test_plan_simulation import require_fit, tables
+from tests.unit.plan_scenarios import machines, require_fit, tables
 from tfscale.config import PlanError
 from tfscale.exchange.base import Exchange
 from tfscale.plan.choose import best_first_chunk, choose, written_exchanges

@@ -4,34 +4,15 @@ import dataclasses
 
 import pytest
 
+from tests.unit.plan_scenarios import CLUSTER, TABLES, fixed, scenario_of
 from tfscale.measure.auto import candidates
 from tfscale.measure.layer_times import LayerMeasurement, separate
-from tfscale.plan.buckets import auto_bucket_bytes
-from tfscale.plan.choose import plain_plan
 from tfscale.plan.costs import Scenario
-from tfscale.plan.layers import LayerTable, is_partial_cheaper
-from tfscale.plan.machines import LayerTimes, Machine
-from tfscale.plan.parts import LayerPlan, bucketed, chunked, dense_layers, specs_of
-from tfscale.plan.published import VGG_A, dense, resnet50, vgg
+from tfscale.plan.layers import LayerTable
+from tfscale.plan.machines import LayerTimes
+from tfscale.plan.published import dense
 from tfscale.plan.simulate import COMMUNICATION, COMPUTE, SUMS, Speeds, Task, run, simulate
 
-# Four ranks on the two cores of one machine, in network namespaces with links of 1 Gbit/s: the
-# rate is that of the links, the shares are fitted to the eight steps below.
-CLUSTER = Machine(
-    name="emulated 1 Gbit/s",
-    latency_s=60e-6,
-    bytes_per_s=115e6,
-    reduce_bytes_per_s=2e9,
-    flops_per_s=1e12,
-    memory_bytes_per_s=8e9,
-    compute_share=0.35,
-    message_share=0.85,
-)
-TABLES = {
-    "vgg_like": (vgg("vgg_like", ((32,), (64,), (128,)), 32), 64, 138e-3),
-    "vgg_a": (vgg("vgg_a", VGG_A, 64), 32, 483e-3),
-    "resnet50": (resnet50(64), 32, 409e-3),
-}
 # Milliseconds of a step as measured by `python -m benchmarks step`.
 MEASURED = {
     ("vgg_like", "allreduce"): 1681,
@@ -42,36 +23,6 @@ MEASURED = {
     ("resnet50", "chunked"): 1738,
     ("resnet50", "sharded"): 1414,
 }
-
-
-def scenario_of(name: str) -> Scenario:
-    """Return the model on the cluster, with cores so fast that it computes as long as it did."""
-    table, batch, compute_s = TABLES[name]
-    slow, fast = 1e9, 1e13
-    for _ in range(50):
-        flops = (slow * fast) ** 0.5
-        machine = dataclasses.replace(CLUSTER, flops_per_s=flops)
-        scenario = Scenario(table, machine, 4, batch)
-        if scenario.compute_s() + scenario.update_s(table.n_values) > compute_s:
-            slow = flops
-        else:
-            fast = flops
-    return scenario
-
-
-def fixed(scenario: Scenario, exchange: str) -> LayerPlan:
-    """Return what the benchmark's fixed exchanges do."""
-    table, batch = scenario.table, scenario.global_batch
-    layers = dense_layers(table)
-    if exchange == "allreduce":
-        return plain_plan(scenario)
-    if exchange == "chunked":
-        half = sum(bool(layer.weights) for layer in table.layers) // 2
-        cheap = [x for x in layers if sum(table.layers[x].dense) * batch < table.layers[x].n_values]
-        return chunked(table, half, 2, len(cheap))
-    partial = [x for x in layers if is_partial_cheaper(*table.layers[x].dense, batch, 4)]
-    size = auto_bucket_bytes(specs_of(table))
-    return bucketed(table, size, "sharded", dict.fromkeys(partial, "partial"))
 
 
 @pytest.mark.parametrize("name, exchange", MEASURED)

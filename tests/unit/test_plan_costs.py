@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.plan_scenarios import machines
 from tfscale.config import PlanError
 from tfscale.plan import costs
 from tfscale.plan.layers import Layer, LayerTable
@@ -18,23 +19,6 @@ SIMPLE = Machine("simple", 1.0, 10.0, 4.0, 1e3, 1e3, mpi_s_per_byte=0.5)
 N_BYTES = st.floats(0, 1e9)
 N_RANKS = st.integers(1, 1024)
 ALGORITHMS = ("direct", "recursive", "mpi")
-
-
-def machines():
-    return st.builds(
-        Machine,
-        name=st.just("any"),
-        latency_s=st.floats(0, 1e-2),
-        bytes_per_s=st.floats(1e5, 1e11),
-        reduce_bytes_per_s=st.floats(1e6, 1e11),
-        flops_per_s=st.floats(1e9, 1e14),
-        memory_bytes_per_s=st.floats(1e8, 1e12),
-        half_batch=st.floats(0, 8),
-        mpi_s_per_byte=st.floats(0, 1e-8),
-        ranks_per_host=st.integers(1, 16),
-        host_latency_s=st.none() | st.floats(0, 1e-2),
-        host_bytes_per_s=st.none() | st.floats(1e5, 1e11),
-    )
 
 
 def every_cost(n_bytes: float, n_ranks: int, machine: Machine) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_plan_costs import machines
+from tests.unit.plan_scenarios import layer, machines, require_fit, tables
 from tfscale.config import PlanError
 from tfscale.plan.costs import Scenario
 from tfscale.plan.layers import Layer, LayerTable
@@ -27,10 +27,6 @@ from tfscale.plan.simulate import (
 
 # One operation, one byte: one second. Sums and updates take no time, nor do messages.
 UNIT = Machine("unit", 0.0, 1.0, 1e30, 1.0, 1e30)
-
-
-def layer(name: str, n_values: int, flops: float = 1.0) -> Layer:
-    return Layer(name, ((f"{name}/kernel", n_values),), flops)
 
 
 def two_layers() -> LayerTable:
@@ -113,19 +109,6 @@ def test_activations_of_the_first_layer_do_not_travel_steps_ahead():
     assert predicted.step_s >= predicted.communication_s * (1 - 1e-6)
 
 
-def tables():
-    sizes = st.tuples(st.integers(1, 10**6), st.floats(1, 1e9), st.booleans(), st.integers(1, 999))
-
-    def build(rows):
-        layers = [
-            dense(f"l{i}", n % 997 + 1, n_out) if is_dense else layer(f"l{i}", n, flops)
-            for i, (n, flops, is_dense, n_out) in enumerate(rows)
-        ]
-        return LayerTable("any", tuple(layers))
-
-    return st.lists(sizes, min_size=1, max_size=6).map(build)
-
-
 @st.composite
 def plans(draw, table: LayerTable) -> LayerPlan:
     """Any plan: kinds at random, neighbours together or alone, all switches."""
@@ -149,16 +132,6 @@ def plans(draw, table: LayerTable) -> LayerPlan:
     return LayerPlan(
         parts, lazy=lazy, piece_bytes=one_of(0, 10**5), algorithm=algorithm, **switches
     )
-
-
-def require_fit(table, plan):
-    """Require each parameter in one part, and dense kinds for one dense layer only."""
-    chosen = sorted(p for part in plan.parts for p in part.parameters)
-    assert chosen == list(range(len(table.parameters)))
-    for part in plan.parts:
-        owners = {table.parameters[p].layer for p in part.parameters}
-        if part.kind in ("partial", "replicated"):
-            assert len(owners) == 1 and table.layers[owners.pop()].dense is not None
 
 
 @settings(max_examples=200, deadline=None)

@@ -8,8 +8,8 @@ import pytest
 
 import tfscale
 from tests.helpers.ranks import InterruptAt, Interruption
+from tests.unit.adaptive_model import make_data, make_model
 from tests.unit.callback_models import single_job  # noqa: F401
-from tests.unit.test_adaptive_batch_size import make_data, make_model
 from tfscale.callbacks import BackupAndRestore, ThetaMonitor
 from tfscale.config import ConfigError
 from tfscale.files import write_json_lines

@@ -30,6 +30,7 @@ logger = logging.getLogger("tfscale")
 
 Range = tuple[int, int]
 
+_SHOWN = 4  # variables that an error names
 _MASTER = "weight"  # begins the names of exact parts of weights
 
 
@@ -321,6 +322,7 @@ class Restore:
         _require_same_weights(reader.info, weights)
         self._build_optimizers(reader.info.get("trained", []), weights)  # older ones have none
         _require_same_rules(reader.info, self._optimizers)
+        _require_same_order(reader.info, self._optimizers, weights)
         for optimizer in self._optimizers:
             distributed = distributed_of(optimizer)
             if distributed and distributed.waits_for_groups and len(reader.groups) > 1:
@@ -532,6 +534,26 @@ def _require_same_rules(info: dict[str, Any], optimizers: Sequence[Any]) -> None
             "the same optimizer; if it is built before fit, build it on the variables that it "
             "trained; or pass another directory."
         )
+
+
+def _require_same_order(
+    info: dict[str, Any], optimizers: Sequence[Any], weights: Sequence[Any]
+) -> None:
+    """Refuse an optimizer that was built on its weights in another order: moments are by place."""
+    places = {id(v): i for i, v in enumerate(weights)}
+    for optimizer, before in zip(optimizers, info.get("trained", []), strict=False):
+        now = _trained_by(optimizer, places)
+        if now != before and None not in (*now, *before):
+            raise ConfigError(
+                "An optimizer that is built before fit must be built on the variables of the "
+                f"checkpoint in their order. Received: {_paths_of(weights, now)}; the checkpoint "
+                f"has {_paths_of(weights, before)}. Build it in this order, or leave it to fit."
+            )
+
+
+def _paths_of(weights: Sequence[Any], places: Sequence[Any]) -> str:
+    shown = [weights[i].path for i in places[:_SHOWN]]
+    return ", ".join(shown) + ", ..." * (len(places) > _SHOWN)
 
 
 def _described(rules: Sequence[dict[str, Any]]) -> str:
