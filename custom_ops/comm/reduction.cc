@@ -24,6 +24,10 @@ constexpr size_t kRelayedBytes = 4096;
 // A message between hosts takes as long as so many of its bytes: 40 us on a link of 1 Gbit/s. On
 // faster links it is more, and vectors longer than those that BestWay relays would gain, too.
 constexpr size_t kMessageBytes = 5000;
+// A segment of up to kFineSegment bytes that goes to another host is sent in about four chunks, so
+// that sums and results are under way while the rest of it still comes. Longer ones do not gain.
+constexpr size_t kFineSegment = 512 * 1024;
+constexpr size_t kFineChunk = 16 * 1024;
 // Of what is gathered, which takes no more bytes than with a larger one.
 constexpr size_t kGatherRadix = 2;
 // Of segments on their way to those who add them up. With 16 ranks a vector is sent 1.5 times in
@@ -121,19 +125,23 @@ void Reduction::PlanSegments() {
     begin += count;
   }
   own_ = segments_[static_cast<size_t>(rank())];
-}
-
-size_t Reduction::chunk_elements() const {
-  return std::max<size_t>(1, channel_.chunk_bytes / element_);
+  size_t chunk = channel_.chunk_bytes;
+  const int n_hosts = layout_->n_hosts();
+  // The same on all ranks: their segments may be of different lengths. Of more hosts, messages of
+  // several arrive at a time anyway.
+  if (n_hosts > 1 && static_cast<size_t>(n_hosts) <= kDirectRanks && even * element_ < kFineSegment) {
+    chunk = std::min(chunk, std::max(kFineChunk, even * element_ / 4));
+  }
+  chunk_elements_ = std::max<size_t>(1, chunk / element_);
 }
 
 size_t Reduction::n_chunks(const Segment& segment) const {
-  return (segment.count + chunk_elements() - 1) / chunk_elements();
+  return (segment.count + chunk_elements_ - 1) / chunk_elements_;
 }
 
 Reduction::Segment Reduction::Chunk(const Segment& segment, size_t chunk) const {
-  const size_t begin = chunk * chunk_elements();
-  return {segment.begin + begin, std::min(chunk_elements(), segment.count - begin)};
+  const size_t begin = chunk * chunk_elements_;
+  return {segment.begin + begin, std::min(chunk_elements_, segment.count - begin)};
 }
 
 size_t Reduction::Row(const std::vector<int>& ranks, int rank, int own) {
@@ -276,7 +284,7 @@ void Reduction::ExchangeSegments() {
     for (const Segment& segment : segments_) cuts.push_back(segment.begin * element_);
     cuts.push_back(total_ * element_);
     spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kResult,
-                    chunk_elements() * element_, static_cast<int>(arrivals_.size()));
+                    chunk_elements_ * element_, static_cast<int>(arrivals_.size()));
     spread_->Receive(out_, cuts);
   }
   if (is_by_memory_) {

@@ -71,7 +71,6 @@ class Reduction : public Operation {
 
   bool is_allreduce() const { return args_.scatter_counts.empty(); }
   const std::vector<int>& Local() const { return layout_->RanksOf(layout_->HostOf(rank())); }
-  size_t chunk_elements() const;
   size_t n_chunks(const Segment& segment) const;
   Segment Chunk(const Segment& segment, size_t chunk) const;
   // Where others of `ranks` find place in a buffer of rows without this rank's own.
@@ -119,6 +118,7 @@ class Reduction : public Operation {
   double end_scale_ = 1.0;   // of the sum over all
   std::vector<Segment> segments_;
   Segment own_{0, 0};
+  size_t chunk_elements_ = 0;
   Way way_{false, 0};
   std::optional<Relay> relay_;
   size_t block_ = 0;         // of the relay, in elements
