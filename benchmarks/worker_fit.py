@@ -30,6 +30,7 @@ class Clock(keras.callbacks.Callback):
     def __init__(self, warmup: int = 1) -> None:
         super().__init__()
         self._warmup = warmup  # the first step waits for the input
+        self._ended = 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Note when a step ended."""
