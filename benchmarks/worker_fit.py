@@ -65,6 +65,7 @@ class Fit:
 
     def __init__(self, workload: Workload, system: Tfscale, n_steps: int) -> None:
         self.model = workload.build()
+        self._is_auto = system.exchange == "auto" and system.size > 1
         sgd = keras.optimizers.SGD(1e-4, momentum=0.9)
         self._optimizer = system.optimizer(sgd, Case(workload, self.model))
         self.model.compile(self._optimizer, loss=make_loss(workload), jit_compile=False)
@@ -82,11 +83,10 @@ class Fit:
 
     def settle(self) -> None:
         """Trace, and train until "auto" has decided."""
-        is_auto = isinstance(self._optimizer.strategy, tfscale.Auto) and tfscale.size() > 1
-        more = [UntilDecided(self._optimizer)] if is_auto else []
+        more = [UntilDecided(self._optimizer)] if self._is_auto else []
         self.model.fit(
             self._data,
-            epochs=MOST_STEPS if is_auto else 1,
+            epochs=MOST_STEPS if self._is_auto else 1,
             verbose=0,
             callbacks=[self._broadcast, *more],
         )
