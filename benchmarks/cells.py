@@ -17,7 +17,10 @@ SMALL_MODELS = ("resnet20", "edsr16")
 LARGE_MODELS = ("vgg_like", "vgg_a", "resnet50")
 MODELS = (*LARGE_MODELS, *SMALL_MODELS)
 # Only where they are asked for: for the times of recipes/time_to_accuracy.py.
-TRAINED_MODELS = ("resnet8_64", "resnet8_512", "vgg_small_128", "vgg_small_256", "vgg_small_512")
+TRAINED_MODELS = (
+    *(f"resnet8_{batch}" for batch in (64, 512)),
+    *(f"{model}_{batch}" for model in ("resnet20", "vgg_small") for batch in (128, 256, 512)),
+)
 EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
 LOCAL = ("local8", "local16", "local8-bf16", "local16-bf16", "local4-overlap", "local8-overlap")
 
@@ -157,6 +160,8 @@ def _systems(model: str, place: str, choice: Choice) -> list[str]:
     elif not exchanges and model == "resnet50" and choice.extent != QUICK:
         exchanges = (*EXCHANGES, *LOCAL)
     ours = [f"tfscale-{exchange}" for exchange in exchanges or EXCHANGES]
+    if "auto" in (exchanges or EXCHANGES):
+        ours.append("tfscale-auto-fit")  # as users train; the others have a step of their own
     alone = ["compute", *(["in-step"] if model in SMALL_MODELS else [])]
     found = [*([] if is_in_memory else alone), *ours, *_baselines(*others)]
     if (choice.extent == FULL or choice.systems) and model in TORCH_MODELS and has_ddp():

@@ -25,16 +25,18 @@ NAMES = {
 
 def name_of(system: str) -> str:
     """Return a system's name for readers."""
-    return NAMES.get(system, system.replace("tfscale-", "tfscale "))
+    name = NAMES.get(system, system.replace("tfscale-", "tfscale "))
+    return name.removesuffix("-fit") + ", in fit" * name.endswith("-fit")
 
 
 def eligible(row: Row) -> list[str]:
     """Return our systems that have as many rounds together with Horovod as any other of ours.
 
     One lucky round must not win against three. Local SGD is not among them: it computes something
-    else than one process does.
+    else than one process does. Nor are steps in `fit`, which also read their input.
     """
-    ours = [s for s in row.rounds if s.startswith("tfscale-") and "local" not in s]
+    exact = [s for s in row.rounds if s.startswith("tfscale-") and "local" not in s]
+    ours = [s for s in exact if not s.endswith("-fit")]
     theirs = row.rounds.get("horovod", {})
     n_rounds = {s: len(row.rounds[s].keys() & theirs.keys()) for s in ours}
     if not any(n_rounds.values()):  # no Horovod to be compared with, so that all rounds count

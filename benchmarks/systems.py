@@ -14,7 +14,7 @@ from benchmarks.cells import parse_local
 from benchmarks.multi_worker import MultiWorker
 from benchmarks.workloads import Workload
 
-_MOST_STEPS = 300  # until "auto" has decided
+MOST_STEPS = 300  # until "auto" has decided
 
 Reduce = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
@@ -94,7 +94,10 @@ class Compute:
 
 
 class Tfscale:
-    """tfscale's optimizer with one of its exchanges; "-bf16", "-int8" or "-int4" compresses."""
+    """tfscale's optimizer with one of its exchanges.
+
+    "-bf16", "-int8" or "-int4" after its name compresses; "-fit" at the end trains in `fit`.
+    """
 
     def __init__(self, exchange: str) -> None:
         import tfscale
@@ -106,6 +109,8 @@ class Tfscale:
             "int8": tfscale.Compression.int8,
             "int4": tfscale.Compression.int4(start_step=0),
         }
+        self.in_fit = exchange.endswith("-fit")
+        exchange = exchange.removesuffix("-fit")
         name, _, wire = exchange.rpartition("-")
         self.exchange = name if wire in wires else exchange
         self.compression = wires.get(wire, tfscale.Compression.none)
@@ -113,16 +118,17 @@ class Tfscale:
 
     def wrap(self, optimizer: keras.optimizers.Optimizer, case: Case) -> tuple[Any, Reduce]:
         """Return the optimizer, which exchanges by itself."""
-        self._optimizer = wrapped = self.optimizer(optimizer, case)
+        wrapped = self.optimizer(optimizer, case)
         case.model.compile(optimizer=wrapped, loss="mse")  # the loss is the step's own
         self.tfscale.prepare(case.model)
         return wrapped, lambda gradients: gradients
 
     def optimizer(self, optimizer: keras.optimizers.Optimizer, case: Case) -> Any:
         """Return the wrapped optimizer."""
-        return self.tfscale.DistributedOptimizer(
+        self._optimizer = self.tfscale.DistributedOptimizer(
             optimizer, exchange=self._strategy(case), compression=self.compression
         )
+        return self._optimizer
 
     def _strategy(self, case: Case) -> Any:
         """Return what the name of the exchange stands for."""
@@ -153,7 +159,7 @@ class Tfscale:
 
     def settle(self, step: TracedStep) -> None:
         """Let "auto" measure, plan and decide."""
-        for _ in range(_MOST_STEPS if self.exchange == "auto" and self.size > 1 else 0):
+        for _ in range(MOST_STEPS if self.exchange == "auto" and self.size > 1 else 0):
             step()
             if self._optimizer.after_step():
                 step.trace()

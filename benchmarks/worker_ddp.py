@@ -75,7 +75,10 @@ def distribute(system: str, model: nn.Module) -> nn.Module:
     """Return the model whose gradients are averaged over ranks in the way of a system."""
     if system == "ddp-compute":
         return model
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    # PowerSGD sends the second factor of a bucket when the first has arrived: with several buckets
+    # in an order that differs by rank, which gloo answers with an error. So there is one bucket.
+    buckets = {"bucket_cap_mb": 1024} if system == "ddp-powersgd" else {}
+    wrapped = nn.parallel.DistributedDataParallel(model, **buckets)
     if system == "ddp-fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif system == "ddp-powersgd":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,39 @@ def wire_seconds(step: Callable[[], Any], n_steps: int) -> dict[str, float]:
     return {kind: length(merged(found)) / 1e9 / n_steps for kind, found in spans.items()}
 
 
+def own_step(
+    workload: Workload, system: System, options: argparse.Namespace
+) -> tuple[keras.Model, worker.Samples, dict[str, Any]]:
+    """Measure a traced step of one's own; return the model, samples and facts."""
+    model = workload.build()
+    step = make_step(workload, model, system)
+    step()
+    start_s = worker.since_start()
+    system.settle(step)
+    system.barrier()
+    samples = worker.sample(step, options.warmup, options.repeats, options.block)
+    facts = system.facts()
+    if isinstance(system, Tfscale) and system.size > 1:
+        facts["wire_s"] = wire_seconds(step, 4 * options.block)
+    return model, samples, {**facts, "start_s": start_s}
+
+
+def step_in_fit(
+    workload: Workload, system: Tfscale, options: argparse.Namespace
+) -> tuple[keras.Model, worker.Samples, dict[str, Any]]:
+    """Measure steps of `fit`, input included; return the model, samples and facts."""
+    from benchmarks.worker_fit import Clock, Fit
+
+    fitted = Fit(workload, system, options.warmup + options.repeats + 1)
+    fitted.model.train_on_batch(*fitted.own)
+    start_s = worker.since_start()
+    fitted.settle()
+    clock = Clock(options.warmup + 1)
+    fitted.run(clock)
+    samples = worker.Samples(clock.seconds, clock.sent_bytes)
+    return fitted.model, samples, {**system.facts(), "start_s": start_s}
+
+
 def main() -> None:
     """Measure the steps of one model."""
     parser = worker.parser()
@@ -67,22 +101,15 @@ def main() -> None:
     system = start(options.system)
     keras.utils.set_random_seed(1)
     workload = WORKLOADS[options.model]
-    model = workload.build()
-    step = make_step(workload, model, system)
-    step()
-    start_s = worker.since_start()
-    system.settle(step)
-    system.barrier()
-    samples = worker.sample(step, options.warmup, options.repeats, options.block)
+    if isinstance(system, Tfscale) and system.in_fit:
+        model, samples, facts = step_in_fit(workload, system, options)
+    else:
+        model, samples, facts = own_step(workload, system, options)
     weights, hosts = weights_of(model), worker.n_hosts()
-    facts = system.facts()
-    if isinstance(system, Tfscale) and system.size > 1:
-        facts["wire_s"] = wire_seconds(step, 4 * options.block)
     worker.write(
         options.output,
         system.rank,
         {options.model: samples},
-        start_s=start_s,
         n_parameters=sum(layer.n_parameters for layer in weights),
         allreduce_bytes=allreduce_bytes(weights, hosts),
         least_bytes=least_bytes(weights, hosts, workload.global_batch // hosts),

@@ -44,6 +44,11 @@ def fc1() -> keras.Model:
     return keras.Sequential([keras.Input((25088,)), keras.layers.Dense(4096)])
 
 
+def fashion_resnet20() -> keras.Model:
+    """Return ResNet-20 for pictures of Fashion-MNIST."""
+    return resnet(20, FASHION)
+
+
 def small_vgg() -> keras.Model:
     """Return the network of 0.7 million parameters that studies train on Fashion-MNIST."""
     return vgg(VGG_SMALL, FASHION, (512,), 10, dropout=0.0)
@@ -66,6 +71,7 @@ WORKLOADS = {
     # What the recipes train on Fashion-MNIST, with the first and the last batch of a growing one.
     "resnet8_64": Workload(lambda: resnet(8, FASHION), 64, FASHION, 10),
     "resnet8_512": Workload(lambda: resnet(8, FASHION), 512, FASHION, 10),
+    **{f"resnet20_{n}": Workload(fashion_resnet20, n, FASHION, 10) for n in (128, 256, 512)},
     **{f"vgg_small_{n}": Workload(small_vgg, n, FASHION, 10) for n in (128, 256, 512)},
     # [T] figure 4.6: VGG-16's first dense layer, errors as if more layers followed.
     "fc1": Workload(fc1, 256, (25088,), 4096),

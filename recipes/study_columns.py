@@ -26,3 +26,12 @@ def first_growth(epochs: Epochs) -> int | None:
     """Return the first epoch, from 1, with a larger batch than before; None if it never grows."""
     grown = (e["epoch"] for e in epochs if e["batch_size"] > epochs[0]["batch_size"])
     return next(grown, None)
+
+
+def first_with(accuracy: float) -> Callable[[Epochs], int | None]:
+    """Return a column: the first epoch, from 1, that ends with the accuracy; None without."""
+
+    def epoch_of(epochs: Epochs) -> int | None:
+        return next((e["epoch"] for e in epochs if e["val_accuracy"] >= accuracy), None)
+
+    return epoch_of

@@ -1,18 +1,8 @@
 """A small VGG on all of Fashion-MNIST, for minutes to 90 % and 92 %."""
 
-from study_columns import share_at_largest, steps
+from study_columns import first_with, share_at_largest, steps
 
 _epochs, _images, _decays = 16, 60000, (11, 15)
-
-
-def _first(accuracy):
-    """Return a column: the first epoch, from 1, that ends with the accuracy."""
-
-    def epoch_of(epochs):
-        return next((e["epoch"] for e in epochs if e["val_accuracy"] >= accuracy), None)
-
-    return epoch_of
-
 
 TITLE = "A small VGG on all of Fashion-MNIST"
 SHOWS = f"""
@@ -51,8 +41,8 @@ SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
 MAY_LOSE = (0.5, 1.0)
 COLUMNS = {
-    "first epoch with 90 %": _first(0.9),
-    "with 92 %": _first(0.92),
+    "first epoch with 90 %": first_with(0.9),
+    "with 92 %": first_with(0.92),
     "steps": steps(_images),
     "% of samples in batches of 512": share_at_largest(_images, 512),
 }

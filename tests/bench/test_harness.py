@@ -57,7 +57,7 @@ def test_every_suite_compares_systems_within_its_groups():
 def test_a_choice_of_cells(monkeypatch):
     assert {c.place for c in cells_of(["step"], Choice(places=["memory"]))} == {"memory"}
     chosen = systems("step", models=["vgg_a"], exchanges=["auto"], places=["1gbit"])
-    assert {*chosen} >= {"compute", "tfscale-auto", "mwms"}
+    assert {*chosen} >= {"compute", "tfscale-auto", "tfscale-auto-fit", "mwms"}
     trained = cells_of(["step"], Choice(models=TRAINED_MODELS, places=["250mbit"]))
     assert {c.group for c in trained} == {f"{model} 250mbit" for model in TRAINED_MODELS}
     chosen = systems("step", "fc1", systems=["compute", "mpi"], places=["1gbit"], models=["vgg_a"])

@@ -9,7 +9,7 @@ from benchmarks import harness, numbers, sessions
 from benchmarks.numbers import Ratio, Spread, Weights, paired_ratio, spread
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
-from benchmarks.step_tables import eligible, overhead_table, summary
+from benchmarks.step_tables import eligible, group_table, overhead_table, summary
 from tests.bench.fakes import CELLS, run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -76,6 +76,9 @@ def test_without_horovod_all_rounds_count():
     slow, lucky = _rounds("tfscale-allreduce", 1.0, 1.0), _rounds("tfscale-sharded", 0.1)
     row = _row(slow + lucky + _rounds("tfscale-local8", 0.1, 0.1))
     assert eligible(row) == ["tfscale-allreduce"]
+    fitted = _rounds("tfscale-auto-fit", 0.1, 0.1)
+    assert eligible(_row(slow + fitted)) == ["tfscale-allreduce"]
+    assert "| tfscale auto, in fit | 100 (100..100) |" in group_table(_row(slow + fitted))
     assert _summary_of(slow, lucky)["Horovod / best fixed |"] == "— |"
 
 
