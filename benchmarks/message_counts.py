@@ -27,6 +27,7 @@ RANKS = tuple(2**k for k in range(1, 11))
 LINK = Link(latency_s=40e-6, bytes_per_s=125e6)
 # As in custom_ops/comm/reduction.cc.
 _DIRECT_BYTES, _ALIGNED = 32 * 1024, 256
+_FEW_HOSTS, _FINE_SEGMENT, _FINE_CHUNK, _CHUNK = 8, 512 * 1024, 16 * 1024, 1 << 20
 
 
 def rounds(n_ranks: int) -> int:
@@ -46,9 +47,13 @@ def direct(n_bytes: int, n_ranks: int) -> tuple[int, int]:
     if n_bytes * n_ranks <= _DIRECT_BYTES:
         return n_ranks - 1, (n_ranks - 1) * n_bytes
     segment = math.ceil(n_bytes / n_ranks / _ALIGNED) * _ALIGNED
-    n_segments = math.ceil(n_bytes / segment)
-    own = min(segment, n_bytes)
-    return n_segments - 1 + n_ranks - 1, n_bytes - own + (n_ranks - 1) * own
+    lengths = [max(0, min(segment, n_bytes - n * segment)) for n in range(n_ranks)]
+    even = n_bytes // n_ranks
+    is_fine = n_ranks <= _FEW_HOSTS and even < _FINE_SEGMENT
+    chunk = max(_FINE_CHUNK, even // 4) if is_fine else _CHUNK
+    chunks = [math.ceil(length / chunk) for length in lengths]
+    n_messages = sum(chunks[1:]) + (n_ranks - 1) * chunks[0]
+    return n_messages, n_bytes - lengths[0] + (n_ranks - 1) * lengths[0]
 
 
 def halving(n_bytes: int, n_ranks: int) -> tuple[int, float]:

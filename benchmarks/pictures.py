@@ -60,7 +60,9 @@ def draw_steps(rows: Sequence[Row], folder: Path) -> None:
         axis.set_visible(False)
     for axis, row in zip(axes.flat, rows, strict=False):
         _draw_panel(axis, row)
-    axes.flat[0].legend(fontsize=7, loc="lower right")
+    labelled = [axis for axis in axes.flat if axis.get_legend_handles_labels()[1]]
+    for axis in labelled[:1]:  # the lines mean the same in all panels
+        axis.legend(fontsize=7, loc="lower right")
     _save(figure, folder / "benchmarks-steps.png")
 
 

@@ -69,7 +69,9 @@ def collect(runs: Runs, suite: str) -> list[Row]:
             place = run["group"].split()[0 if suite == "collectives" else -1]
             empty = Row(run["group"], case, place, run["n_ranks"], {}, {})
             row = rows.setdefault((run["group"], case), empty)
-            row.facts.update({k: run[k] for k in _FACTS if k in run})
+            # Computing alone has no links, and what "auto" predicts is for a step without input.
+            if run.get("place", place) == place and not system.endswith("-fit"):
+                row.facts.update({k: run[k] for k in _FACTS if k in run})
             turn = (run["session"], run["commit"], run["round"])
             row.rounds.setdefault(system, {})[turn] = samples
             if sent := run.get("sent_bytes", {}).get(run_case):

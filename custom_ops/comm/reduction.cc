@@ -58,6 +58,12 @@ Way BestWay(size_t n_ranks, size_t n_hosts, size_t bytes) {
   return of_relayed <= of_direct ? relayed : direct;
 }
 
+size_t ChunkBytes(size_t n_hosts, size_t segment, size_t usual) {
+  // Of many hosts, messages of several arrive at a time anyway.
+  if (n_hosts == 1 || n_hosts > kDirectRanks || segment >= kFineSegment) return usual;
+  return std::min(usual, std::max(kFineChunk, segment / 4));
+}
+
 Reduction::Reduction(ReductionArgs args) : args_(std::move(args)), element_(SizeOf(args_.dtype)) {
   for (size_t count : args_.counts) total_ += count;
 }
@@ -125,13 +131,9 @@ void Reduction::PlanSegments() {
     begin += count;
   }
   own_ = segments_[static_cast<size_t>(rank())];
-  size_t chunk = channel_.chunk_bytes;
-  const int n_hosts = layout_->n_hosts();
-  // The same on all ranks: their segments may be of different lengths. Of more hosts, messages of
-  // several arrive at a time anyway.
-  if (n_hosts > 1 && static_cast<size_t>(n_hosts) <= kDirectRanks && even * element_ < kFineSegment) {
-    chunk = std::min(chunk, std::max(kFineChunk, even * element_ / 4));
-  }
+  // Of the even segment: ranks must agree, and their own ones may be of different lengths.
+  const size_t n_hosts = static_cast<size_t>(layout_->n_hosts());
+  const size_t chunk = ChunkBytes(n_hosts, even * element_, channel_.chunk_bytes);
   chunk_elements_ = std::max<size_t>(1, chunk / element_);
 }
 

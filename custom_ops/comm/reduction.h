@@ -18,6 +18,8 @@ namespace tfscale {
 
 // The way that takes an allreduce of `bytes` the least time. Equal on all ranks, as these are.
 Way BestWay(size_t n_ranks, size_t n_hosts, size_t bytes);
+// The bytes of the chunks that a segment of an allreduce is sent in; `usual` if that is best.
+size_t ChunkBytes(size_t n_hosts, size_t segment, size_t usual);
 
 // out = postscale * sum over ranks of prescale * in: over the ranks of each host, in
 // their order, and then over the hosts, in theirs. The order does not depend on

@@ -104,6 +104,17 @@ TEST(TheWayDependsOnBytesAndRanks) {
   }
 }
 
+TEST(MediumSegmentsBetweenFewHostsAreSentInFourChunks) {
+  const size_t kib = 1024, usual = 1024 * kib;
+  CHECK_EQ(ChunkBytes(4, 8 * kib, usual), 16 * kib);
+  CHECK_EQ(ChunkBytes(4, 256 * kib, usual), 64 * kib);
+  CHECK_EQ(ChunkBytes(8, 511 * kib, usual), 511 * kib / 4);
+  CHECK_EQ(ChunkBytes(4, 512 * kib, usual), usual);
+  CHECK_EQ(ChunkBytes(4, 256 * kib, 1000), size_t{1000});
+  CHECK_EQ(ChunkBytes(1, 256 * kib, usual), usual);
+  CHECK_EQ(ChunkBytes(9, 256 * kib, usual), usual);
+}
+
 // Fewer elements than ranks, and numbers that ranks do not divide.
 TEST(EveryRelayAddsUpInTheOrderOfRanks) {
   Job job(OptionsWith({1, 100}));

@@ -72,6 +72,17 @@ def test_one_round_does_not_win_against_three():
     assert _summary_of(horovod, auto, slow, apart)["best fixed"] == "allreduce"
 
 
+def test_limits_are_those_of_the_links():
+    """Computing alone runs in memory, where nothing is sent, and steps in `fit` read input."""
+    ours = run("tfscale-auto", 0, 0.5) | {"allreduce_bytes": 1e8, "predicted_s": 0.4}
+    fitted = run("tfscale-auto-fit", 0, 0.5) | {"allreduce_bytes": 1e8, "predicted_s": 0.6}
+    alone = run("compute", 0, 0.1) | {"allreduce_bytes": 0.0, "place": "memory"}
+    for runs in ([ours, fitted, alone], [alone, fitted, ours]):
+        row = _row(runs)
+        assert step_limit(row, "allreduce_bytes") == pytest.approx(0.8)
+        assert row.facts["predicted_s"] == 0.4
+
+
 def test_without_horovod_all_rounds_count():
     slow, lucky = _rounds("tfscale-allreduce", 1.0, 1.0), _rounds("tfscale-sharded", 0.1)
     row = _row(slow + lucky + _rounds("tfscale-local8", 0.1, 0.1))

@@ -1,4 +1,4 @@
-"""Runs that are interrupted and go on from `BackupAndRestore`, compared with whole ones."""
+"""Runs that are interrupted and resume from `BackupAndRestore`, compared with whole ones."""
 
 import contextlib
 import tempfile
