@@ -61,8 +61,9 @@ def draw_steps(rows: Sequence[Row], folder: Path) -> None:
     for axis, row in zip(axes.flat, rows, strict=False):
         _draw_panel(axis, row)
     labelled = [axis for axis in axes.flat if axis.get_legend_handles_labels()[1]]
-    for axis in labelled[:1]:  # the lines mean the same in all panels
-        axis.legend(fontsize=7, loc="lower right")
+    if labelled:  # the lines mean the same in all panels
+        lines = labelled[0].get_legend_handles_labels()
+        figure.legend(*lines, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.03))
     _save(figure, folder / "benchmarks-steps.png")
 
 
@@ -110,5 +111,5 @@ def draw_gathers(runs: Runs, folder: Path) -> None:
 
 def _save(figure: plt.Figure, path: Path) -> None:
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)

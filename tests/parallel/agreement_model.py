@@ -11,7 +11,7 @@ from tfscale.callbacks import Callback
 from tfscale.data import GlobalBatches
 
 BATCH, N = 4, 16
-SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+SGD = keras.optimizers.SGD
 
 
 def train(optimizer=None, width=3, batch_size=BATCH, n=N, callbacks=(), data=None, **options):

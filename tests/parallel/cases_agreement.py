@@ -52,7 +52,7 @@ def other_versions():
 # The arguments of `train` on the last rank and on the others, and what the error says.
 TABLE = """
 width=4 | | /kernel (2, 4) float32 trainable=True on rank {last}.
-**wrapped(Adam(0.1)) | **momentum(0.0) | class=SGD on rank 0 and class=Adam on rank {last}.
+**wrapped(keras.optimizers.Adam(0.1)) | **momentum(0.0) | class=SGD on rank 0 and class=Adam
 **momentum(0.5) | **momentum(0.0) | momentum=0.0 on rank 0 and momentum=0.5 on rank {last}.
 **scaled(0.5) | **scaled(0.0) | inner momentum=0.0 on rank 0 and inner momentum=0.5 on rank {last}.
 **wrapped(SGD(0.5)) | **wrapped(SGD(0.25)) | learning_rate=0.25 on rank 0 and learning_rate=0.5
@@ -60,8 +60,8 @@ width=4 | | /kernel (2, 4) float32 trainable=True on rank {last}.
 **wrapped(backward_passes_per_step=2) | | backward_passes_per_step=1 on rank 0 and
 **wrapped(compression=tfscale.Compression.fp16) | | : compression=
 **wrapped(nonfinite="raise") | | nonfinite=warn on rank 0 and nonfinite=raise on rank {last}.
-batch_size=8, n=2 * N | | 4 on rank 0 and 8 on rank {last}
-n=2 * N | | number of steps. Received: steps=
+batch_size=8, n=32 | | 4 on rank 0 and 8 on rank {last}
+n=32 | | number of steps. Received: steps=
 **batches(2) | **batches(1) | the same global batches.
 run_eagerly=True | | Received: run_eagerly=False,
 callbacks=[AVERAGE] | | number 0: nothing on rank 0 and number 0: MetricAverageCallback
