@@ -33,7 +33,7 @@ TORCH_MODELS = ("resnet50", "vgg_like")
 COMPUTE_ONLY = ("compute", "ddp-compute")
 
 # A number without an interval is enough for these, and two rounds for large models, whose systems
-# are far apart, so that the tables take about an hour.
+# are far apart, so that the tables take two hours.
 _ONCE = ("mwms", *(f"tfscale-{name}" for name in LOCAL))
 _SIZES = tuple(1024 * 4**i for i in range(10))  # 1 KB to 256 MB
 _QUICK_SIZES = (64 << 10, 1 << 20, 16 << 20)

@@ -29,6 +29,6 @@ CONFIGURATIONS = {
     "averaging, shards": {"average_every": 1, "shuffle": "shards"},
     "averaging, sorted shards": {"average_every": 1, "shuffle": "sorted_shards"},
 }
-SEEDS = (1, 2)
+SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
 THRESHOLD = ("val_loss", 0.6)
