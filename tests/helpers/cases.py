@@ -51,14 +51,9 @@ def cases_of(module: str) -> list[str]:
 
 def read_mark(function: ast.FunctionDef) -> tuple[tuple[int, ...], float | None]:
     for mark in function.decorator_list:
-        name = (
-            getattr(mark.func, "id", getattr(mark.func, "attr", ""))
-            if hasattr(mark, "func")
-            else ""
-        )
-        if name == "sizes":
+        if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "sizes":
             allowed = tuple(ast.literal_eval(argument) for argument in mark.args)
-            limits = {k.arg: ast.literal_eval(k.value) for k in mark.keywords}
+            limits = {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}
             return allowed or ALL_SIZES, limits.get("timeout_s")
     return ALL_SIZES, None
 
