@@ -48,7 +48,7 @@ def direct(n_bytes: int, n_ranks: int) -> tuple[int, int]:
         return n_ranks - 1, (n_ranks - 1) * n_bytes
     segment = math.ceil(n_bytes / n_ranks / _ALIGNED) * _ALIGNED
     lengths = [max(0, min(segment, n_bytes - n * segment)) for n in range(n_ranks)]
-    even = n_bytes // n_ranks
+    even = 4 * math.ceil(n_bytes / 4 / n_ranks)
     is_fine = n_ranks <= _FEW_HOSTS and even < _FINE_SEGMENT
     chunk = max(_FINE_CHUNK, even // 4) if is_fine else _CHUNK
     chunks = [math.ceil(length / chunk) for length in lengths]

@@ -47,7 +47,7 @@ def scenario_of(name: str) -> Scenario:
 
 
 def fixed(scenario: Scenario, exchange: str) -> LayerPlan:
-    """Return what the benchmark's fixed exchanges do."""
+    """Return the plan of a fixed exchange, as the benchmarks measure it."""
     table, batch = scenario.table, scenario.global_batch
     layers = dense_layers(table)
     if exchange == "allreduce":
