@@ -168,6 +168,12 @@ def case_calls_after_an_error_that_one_rank_has_caught():
         assert ("op must be one of" if is_last else "raised an error in it") in text, text
         gathered = tfscale.allgather(tf.constant([rank]))
         np.testing.assert_array_equal(gathered, range(size))
+    for send in (
+        lambda: tfscale.allgather_object((lambda: 0) if is_last else 0),
+        lambda: tfscale.broadcast_object((lambda: 0) if is_last else 0, size - 1),
+    ):
+        assert f"on rank {size - 1} one that is not" in outcome(send)
+        np.testing.assert_array_equal(tfscale.allgather(tf.constant([rank])), range(size))
     forget_steps()
     if is_last:
         outcome(lambda: tfscale.allreduce(value, "Mean"))

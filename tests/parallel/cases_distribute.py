@@ -16,7 +16,7 @@ from keras import layers
 
 import tfscale
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import float64, require_error, shared_folder
+from tests.helpers.ranks import InterruptAt, Interruption, float64, require_error, shared_folder
 from tfscale.optimizer.saving import alone
 from tfscale.testing import require_close, require_identical
 
@@ -200,6 +200,58 @@ def case_files_and_lines_are_written_once():
         assert len((folder / "log.csv").read_text().splitlines()) == 3
         assert os.path.samestat(os.fstat(1), os.stat(os.devnull)) == (not is_first)
     assert not os.path.samestat(os.fstat(1), os.stat(os.devnull))
+
+
+@sizes(2, timeout_s=120)
+def case_the_best_batch_is_that_of_rank_0():
+    """The loss of a batch is each rank's own: ranks would not agree on when to save."""
+    with shared_folder() as folder, distributed():
+        best = keras.callbacks.ModelCheckpoint(
+            folder / "best.keras", monitor="loss", save_best_only=True, save_freq=6
+        )
+        convolutional(callbacks=[best], batch_size=6, epochs=6)
+        every = tfscale.allgather_object(best.best)
+        assert every[0] != every[1], every
+        assert os.listdir(folder) == ["best.keras"]
+
+
+@sizes(2, timeout_s=120)
+def case_an_interrupted_script_resumes():
+    with shared_folder() as folder, distributed():
+
+        def train(*callbacks):
+            keras.utils.set_random_seed(SEED)
+            with contextlib.suppress(Interruption):
+                return results(*convolutional(callbacks=list(callbacks)))
+
+        whole = train()
+        train(checkpoint := tfscale.callbacks.Checkpoint(folder, 1), InterruptAt(1, 1))
+        checkpoint._saver.wait()
+        resumed = train(tfscale.callbacks.Checkpoint(folder, 1))
+        n_variables = len(resumed) - 4  # logs of the last epoch, and of both
+        require_identical(resumed[:n_variables], whole[:n_variables])
+
+
+def choose(variable):
+    return RULES["kernel" if "kernel" in variable.path else "bias"]
+
+
+RULES = {}
+
+
+def two_rules():
+    RULES.update(kernel=keras.optimizers.Adam(0.01), bias=keras.optimizers.SGD(0.1))
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(4), layers.Dense(2)])
+    model.compile(keras.optimizers.MultiOptimizer(choose), "mse")
+    history = model.fit(ROWS, TARGETS, batch_size=8, epochs=2, verbose=0)
+    return results(model, history)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_a_rule_for_each_parameter():
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        with float64():
+            require_equal_runs(two_rules)
 
 
 @sizes(2, 3, timeout_s=180)

@@ -182,6 +182,14 @@ def case_factors_of_numpy():
 
 
 @sizes(2, timeout_s=60)
+def case_complex_gradients_are_refused():
+    weights = tf.Variable(tf.zeros([2], tf.complex64))
+    with tfscale.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(tf.abs(weights - 1.0) ** 2)
+    require_error(lambda: tape.gradient(loss, [weights]), "ConfigError", "dtype=complex64")
+
+
+@sizes(2, timeout_s=60)
 def case_sharded_parameters_are_keras_variables():
     weights = tf.Variable(tf.zeros([4]), name="own_weights")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=tfscale.Sharded())

@@ -1,5 +1,7 @@
 """Each rank updates its own part of the parameters: equal to one process, float64, 1e-10."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -93,8 +95,28 @@ def case_fewer_parameters_than_ranks():
     def tiny() -> keras.Model:
         return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, use_bias=False)])
 
-    for name in ("adam", "lamb"):
+    for name in ("adam", "lamb", "muon") if HAS_MUON else ("adam", "lamb"):
         check(tiny, SHARDED[name])
+
+
+@sizes(2, 3, timeout_s=300)
+def case_averages_of_kernels_that_another_rank_owns():
+    """Keras's moving averages run over all pieces, those of no element included."""
+    rules = [keras.optimizers.Lamb, *([keras.optimizers.Muon] if HAS_MUON else [])]
+    for rule in rules:
+        check(dense_model, functools.partial(rule, 0.01, use_ema=True))
+    check(constrained_model, functools.partial(Adam, 0.01, use_ema=True))
+
+
+@sizes(2, timeout_s=120)
+def case_whole_kernels_are_spread_over_ranks():
+    layers = [keras.layers.Dense(64, use_bias=False) for _ in range(4)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    alone = tfscale.Sharded(bucket_mb=0)
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.Lamb(0.01), exchange=alone), "mse")
+    tfscale.prepare(model)
+    held = tfscale.allgather_object(model.optimizer.memory_report()["parameters"])
+    assert held == [2 * 64 * 64 * 4] * 2, held
 
 
 @sizes(2, 3, 4, timeout_s=300)

@@ -118,6 +118,34 @@ def test_callbacks_that_count_and_rates_that_follow_the_present_one(tmp_path):
     require_equal(again, model)
 
 
+class WithoutCall(keras.Model):
+    """A `train_step` and no `call`, and noise that no layer's generator draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            noisy = x + keras.random.normal(tf.shape(x), dtype=x.dtype)
+            loss = tf.reduce_mean((self.dense(noisy) - y) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_goes_on_amid_an_epoch_of_a_model_without_call(tmp_path):
+    def built():
+        keras.utils.clear_session()  # and Keras's global generator, as in a new process
+        keras.utils.set_random_seed(1)
+        model = WithoutCall()
+        model.compile(keras.optimizers.Adam(0.01), run_eagerly=True)
+        return model
+
+    resume(tmp_path, 6, model=built)
+
+
 @pytest.mark.parametrize("is_built", [True, False])
 def test_rates_of_an_epoch_that_goes_on(tmp_path, is_built):
     """Rates set when the epoch began are kept, also if the data build the model."""
@@ -138,6 +166,22 @@ def test_nothing_left_to_train(tmp_path):
     require_equal(longer, fit(None, epochs=4)[0])
     with pytest.raises(ConfigError, match="must be built where nothing is left"):
         fit(Checkpoint(tmp_path), model=build(is_built=False))
+
+
+def test_nothing_left_of_averages(tmp_path):
+    """Keras sets weights to their averages when training ends, also if it never began."""
+    ended = []
+    for _ in range(2):
+        model = build(optimizer=keras.optimizers.SGD(0.01, use_ema=True))
+        model.fit(*arrays(), epochs=2, verbose=0, callbacks=[Checkpoint(tmp_path)])
+        ended.append(model)
+    require_equal(*ended)
+
+
+def test_a_fit_after_a_resumed_one_begins_with_its_own_epoch(tmp_path):
+    fit(Checkpoint(tmp_path), epochs=2)
+    model, _ = fit(Checkpoint(tmp_path), Act(1, interrupt), epochs=3)
+    assert model.fit(*arrays(), verbose=0).epoch == [0]
 
 
 def test_training_goes_on_while_files_are_written(tmp_path, monkeypatch):

@@ -42,6 +42,15 @@ def test_segments_are_balanced(counts, size):
     assert max(segments) - min(segments) <= 1
 
 
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.integers(1, 8))
+def test_whole_variables_alone_in_their_buckets_are_spread(counts, size):
+    specs = [GradientSpec("w", (n,), "float32") for n in counts]
+    buckets = build_segments(specs, size, 0, frozenset(range(len(counts))))
+    loads = [sum(p.count for b in buckets for p in b.pieces(rank)) for rank in range(size)]
+    padding = len(counts) * ALIGNMENT // 4
+    assert max(loads) <= sum(counts) / size + max(counts) + padding
+
+
 def test_forward_order():
     specs = [GradientSpec(f"w{i}", (100,), "float32") for i in range(4)]
     assert [b.indices for b in build_segments(specs, 2, 800)] == [(0, 1), (2, 3)]

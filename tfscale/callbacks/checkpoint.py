@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError, check_integer, require
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
-from tfscale.fit.preparation import build_from_data, build_model
+from tfscale.fit.preparation import build, build_from_data, build_model
 from tfscale.fit.session import running_session, session_for
 from tfscale.internals.keras import begin_at_epoch, how_to_build, is_built, steps_until
 
@@ -107,6 +108,9 @@ class Checkpoint(Callback):
             begin_at_epoch(self.model, self._position.epoch)
             leader = group_of(self._reader.source, self._reader.groups)[0]
             resumable.restore_callbacks(self.session.callbacks, parts, leader)
+            is_over = self._position.epoch >= int((self.params or {}).get("epochs") or 0)
+            if is_over and is_built(self.model):
+                build(self.model)  # Keras sets final values of averages before the restore.
         self._schedule.start_clock()
         self._handler.install()
 
@@ -145,6 +149,7 @@ class Checkpoint(Callback):
     def _begin_from(self, reader: Reader, epoch: int) -> int:
         """Restore a checkpoint; return the first step of the epoch."""
         self._reader = None
+        begin_at_epoch(self.model, None)  # Keras has read it
         rank, position = runtime.rank(), self._position
         counters = reader.parts[reader.source].info["keras_callbacks"]
         resumable.restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
@@ -168,7 +173,10 @@ class Checkpoint(Callback):
         if self._restored is not None:
             self._restored.finish()
             if self._position.step > 0:
-                build_from_data(self.model)  # the variables of metrics
+                with contextlib.suppress(
+                    ConfigError
+                ):  # those that only a step can build begin again
+                    build_from_data(self.model)  # the variables of metrics
                 self._restored.restore_metrics()
             self._restored = None
         if self._is_stopping:

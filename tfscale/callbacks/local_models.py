@@ -16,7 +16,7 @@ from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.files import append_json_lines, has_matplotlib, read_json_lines, write_json_lines
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
-from tfscale.internals.optimizers import optimizer_of
+from tfscale.internals.optimizers import inner_optimizers, optimizer_of, update_rule
 from tfscale.measure.groups import draw_distances
 from tfscale.optimizer.distributed import distributed_of
 from tfscale.optimizer.overlapped_averaging import LABEL, OverlappedAverage
@@ -180,7 +180,9 @@ class LocalModels(BeforeValidation):
         return {"rate": self._highest_rate, "loss": self._first_loss}
 
     def _rate(self) -> float:
-        return float(np.asarray(self.model.optimizer.learning_rate))
+        rule = update_rule(self.model.optimizer)
+        rules = inner_optimizers(rule) or [rule]
+        return max(float(np.asarray(each.learning_rate)) for each in rules)
 
 
 class ModelDistance(Callback):

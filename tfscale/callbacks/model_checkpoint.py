@@ -19,6 +19,7 @@ from tfscale.config import ConfigError
 from tfscale.fit.session import FitSession, session_of
 from tfscale.internals.keras import batches_of, saves_after, wrap_saves, writing_nothing
 from tfscale.optimizer.distributed import distributed_optimizers, sharded_states
+from tfscale.optimizer.saving import alone, is_written_once
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -184,6 +185,13 @@ def _agreed(save_model: Any) -> Any:
             return
         if saves is not None and any(callback is self for callback in saves.silent):
             with writing_nothing(self):
+                save_model(self, epoch, batch, logs)
+            return
+        if batch is not None and is_written_once() and not sharded_states(self.model):
+            # The numbers of a batch are each rank's own: rank 0 decides, and none waits for it.
+            if session is not None and session.is_given_up:
+                return
+            with alone() if runtime.rank() == 0 else writing_nothing(self):
                 save_model(self, epoch, batch, logs)
             return
         folder = os.path.dirname(self.filepath)

@@ -22,6 +22,7 @@ from tfscale.config import ConfigError, ExchangeError, settings
 from tfscale.exchange.residuals import Restored
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build_optimizer, prepare
+from tfscale.internals.keras import global_seed_state, has_global_seed
 from tfscale.internals.optimizers import optimizers_of, trained_by, update_rule
 from tfscale.optimizer.distributed import distributed_of
 from tfscale.optimizer.state import KeptState
@@ -203,13 +204,17 @@ def _last_word(path: str) -> str:
 
 
 def _read_random_state() -> dict[str, Any]:
-    """Return the states of the global generators of Python and numpy, as JSON."""
+    """Return the states of the global generators of Python, numpy and Keras, as JSON."""
     of_numpy: Any = np.random.get_state(legacy=False)
     of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()
-    return {"python": random.getstate(), "numpy": of_numpy}
+    # Keras's own would draw its seed from Python's if it were made here.
+    of_keras = global_seed_state().numpy().tolist() if has_global_seed() else None
+    return {"python": random.getstate(), "numpy": of_numpy, "keras": of_keras}
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:
+    if state.get("keras") is not None:
+        global_seed_state().assign(state["keras"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])

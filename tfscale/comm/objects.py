@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,32 @@ import tensorflow as tf
 from tfscale.comm.collectives import broadcast, call_of, require_member
 from tfscale.comm.eager import Header, agree, gather_bytes
 from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.config import ExchangeError
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Sent in place of an object that cannot be pickled, so that all ranks raise the error."""
+
+    text: str
+
+
+def _pickled(obj: Any) -> tuple[bytes, Any]:
+    """Return what is sent for an object, and the object that it holds."""
+    try:
+        return pickle.dumps(obj), obj
+    except Exception as error:  # of any class, as objects define their own pickling
+        failure = _Failure(f"{type(error).__name__}: {error}")
+        return pickle.dumps(failure), failure
+
+
+def _require_sent(objects: Iterable[tuple[int, Any]]) -> None:
+    for rank, obj in objects:
+        if isinstance(obj, _Failure):
+            raise ExchangeError(
+                f"Objects must be picklable. Received: on rank {rank} one that is not: {obj.text}. "
+                "Use functions and classes that are defined in a module."
+            )
 
 
 def allgather_object(
@@ -30,13 +57,16 @@ def allgather_object(
         One object per rank, in rank order.
 
     Raises:
-        ExchangeError: Collectives or names differ between ranks, or communication failed.
+        ExchangeError: Collectives or names differ between ranks, an object cannot be pickled, or
+            communication failed.
     """
     if process_set.size() == 1:
         return [obj]
     call = call_of(process_set, "allgather_object", name)
     agree(Header("allgather_object", [call.label], [], [], call.label), call.group)
-    return [pickle.loads(data) for data in gather_bytes(pickle.dumps(obj), call)]
+    received = [pickle.loads(data) for data in gather_bytes(_pickled(obj)[0], call)]
+    _require_sent(zip(call.group.ranks, received, strict=True))
+    return received
 
 
 def broadcast_object(
@@ -67,13 +97,17 @@ def broadcast_object(
         return obj
     label = name or "broadcast_object"
     is_root = process_set.group().ranks[process_set.rank()] == root_rank
-    data = tf.constant(np.frombuffer(pickle.dumps(obj) if is_root else b"", np.uint8))
+    packed, sent = _pickled(obj) if is_root else (b"", None)
+    data = tf.constant(np.frombuffer(packed, np.uint8))
     own = tf.size(data, out_type=tf.int64)  # an int32 ends at 2 GiB
     length = broadcast(own, root_rank, process_set=process_set, name=f"{label} length")
     if not is_root:
         data = tf.zeros([int(length)], tf.uint8)
     received = broadcast(data, root_rank, process_set=process_set, name=label)
-    return obj if is_root else pickle.loads(received.numpy().tobytes())
+    if not is_root:
+        sent = pickle.loads(received.numpy().tobytes())
+    _require_sent([(root_rank, sent)])
+    return sent
 
 
 def broadcast_variables(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfscale.comm.collectives import deduplicate, is_cheaper_dense
 from tfscale.comm.compression import Compression, LossyCompressor
 from tfscale.comm.eager import note_gradients
-from tfscale.comm.runtime import ProcessSet
+from tfscale.comm.runtime import ProcessSet, require_reducible
 from tfscale.config import ConfigError, PlanError, require
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of
@@ -246,6 +246,7 @@ class Executor:
         forms: dict[int, Gradient] = {}
         quantized: set[int] = set()
         for i, gradient in own.items():
+            require_reducible([tf.convert_to_tensor(values_of(gradient))])
             use = use_of(base[i])
             if use != "plain":
                 require_own(gradient, base[i])

@@ -93,7 +93,8 @@ class Shards:
         """Return this rank's part of a value of a variable's shape, in the shape of its piece."""
         owned = self._owned.get(index)
         if index in self._whole and len(value.shape) > 0:
-            return value if owned else value[:0]
+            # Empty in all dimensions: Keras adds (0, n) as it adds a bias, which fails.
+            return value if owned else value[(slice(0, 0),) * len(value.shape)]
         flat = tf.reshape(value, [-1]) if tf.is_tensor(value) else np.reshape(value, -1)
         return flat[owned.start : owned.stop] if owned else flat[:0]
 
@@ -102,7 +103,7 @@ class Shards:
         shape = tuple(self.variables[index].shape)  # a gradient's may not be known
         if index not in self._whole or not shape:
             return flat
-        return tf.reshape(flat, shape if self._owned.get(index) else (0, *shape[1:]))
+        return tf.reshape(flat, shape if self._owned.get(index) else (0,) * len(shape))
 
     def refresh(self, variable: keras.Variable, value: Any, before: Any) -> None:
         """Update this rank's piece after an assignment, equal on all ranks, to its variable.

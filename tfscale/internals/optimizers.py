@@ -40,6 +40,12 @@ def update_rule(optimizer: Any) -> Any:
     return optimizer
 
 
+def inner_optimizers(rule: Any) -> list[Any]:
+    """Return the optimizers of a `keras.optimizers.MultiOptimizer`; none for other rules."""
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)  # older versions have none
+    return list(rule.optimizers) if multi is not None and isinstance(rule, multi) else []
+
+
 def has_outer_scaler(distributed: type) -> bool:
     """Return whether the stack has a LossScaleOptimizer around an optimizer of class `distributed`.
 
@@ -115,6 +121,9 @@ def slots_of(rule: Any) -> dict[int, int]:
             continue
         if len(value) == len(trainable):
             found |= {id(slot): i for i, slot in enumerate(value) if hasattr(slot, "assign")}
+    for inner in inner_optimizers(rule):
+        places = [index_of(rule, variable) for variable in inner._trainable_variables]
+        found |= {slot: places[i] for slot, i in slots_of(inner).items()}
     return found
 
 

@@ -102,6 +102,11 @@ def write_on_first_rank(is_written_once: bool) -> None:
     _is_written_once = is_written_once
 
 
+def is_written_once() -> bool:
+    """Return whether saves are called on all ranks and written by rank 0."""
+    return _is_written_once
+
+
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Mark a block as one that runs on one rank: its saves do not wait for other ranks."""

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tfscale.plan.buckets import GradientSpec, build_buckets, group_buckets
 
@@ -85,7 +85,8 @@ def build_segments(
         groups: Positions that form a bucket each, of any size; variables in no group get their
             own bucket. None groups by `bucket_bytes`.
 
-    Returns each spec in exactly one bucket, with segments as equal in length as possible.
+    Returns each spec in exactly one bucket, with segments as equal in length as possible; the one
+    segment of a variable that is whole and alone is that of the rank with the fewest bytes so far.
     """
     own = {i for group in by_rows for i in group}
     found: list[Sequence[int]] = []
@@ -101,7 +102,18 @@ def build_segments(
             found += [[part[i] for i in bucket] for bucket in buckets]
     segments = [_segment(specs, list(group), size, cuts_rows=True) for group in by_rows]
     segments += [_segment(specs, sorted(indices), size, whole) for indices in found]
-    return tuple(sorted(segments, key=lambda segment: segment.indices))
+    loads, placed = [0] * size, []  # bytes of each rank
+    for segment in sorted(segments, key=lambda segment: segment.indices):
+        first = segment.indices[0]
+        if len(segment.indices) == 1 and first in whole:
+            # Not cut in the middle, all of these would be the same rank's.
+            owner = loads.index(min(loads))
+            ends = (0,) * (owner + 1) + (segment.length,) * (size - owner)
+            segment = replace(segment, cuts=ends)
+        for rank, (begin, end) in enumerate(itertools.pairwise(segment.cuts)):
+            loads[rank] += (end - begin) * specs[first].item_bytes
+        placed.append(segment)
+    return tuple(placed)
 
 
 def _segment(

@@ -21,7 +21,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, RankZero, Synchronize
+from tfscale.callbacks import (
+    BackupAndRestore,
+    Checkpoint,
+    MetricAverageCallback,
+    RankZero,
+    Synchronize,
+)
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.start import init
@@ -32,7 +38,12 @@ from tfscale.exchange.base import resolve
 from tfscale.fit.preparation import prepare
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
 from tfscale.internals.keras import layers_of, wrap_once
-from tfscale.internals.optimizers import is_wrapped, optimizers_of, update_rule
+from tfscale.internals.optimizers import (
+    inner_optimizers,
+    is_wrapped,
+    optimizers_of,
+    update_rule,
+)
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
 from tfscale.transparent import steps
@@ -190,7 +201,8 @@ class Distributed:
     def _apply(self, apply: Any) -> Any:
         def apply_inside(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             rule = update_rule(optimizer)
-            if rule not in self._updated_by:
+            inner = (each for known in self._updated_by for each in inner_optimizers(known))
+            if rule not in self._updated_by and all(each is not rule for each in inner):
                 raise ConfigError(
                     "tfscale.distribute knows the optimizers of compiled models, those that a "
                     "model has as attributes included, in fit and train_on_batch. Received: "
@@ -307,7 +319,7 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
         if type(callback) is keras.callbacks.BackupAndRestore:
             options = (callback.save_freq, callback.double_checkpoint, callback.delete_checkpoint)
             first.append(BackupAndRestore(callback.backup_dir, *options))
-        elif isinstance(callback, BackupAndRestore):
+        elif isinstance(callback, Checkpoint):
             first.append(callback)
         else:
             others.append(RankZero(callback) if _only_writes(callback) else callback)
