@@ -133,6 +133,7 @@ def test_each_optimizer_resumes_with_what_it_trained(tmp_path, built):
     require_equal(resumed, whole)
     require_identical(resumed.others[0].variables, whole.others[0].variables)
     assert int(resumed.others[0].iterations) == 4
+    require_equal(fit_two(tmp_path / "cut", 2), whole)  # nothing is left to train
 
 
 def test_an_optimizer_that_was_built_on_more_variables_is_an_error(tmp_path):

@@ -2,10 +2,11 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfscale.plan.buckets import GradientSpec
+from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes
 from tfscale.plan.segments import ALIGNMENT, build_segments, row_cuts
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -42,13 +43,26 @@ def test_segments_are_balanced(counts, size):
     assert max(segments) - min(segments) <= 1
 
 
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.integers(1, 8))
-def test_whole_variables_alone_in_their_buckets_are_spread(counts, size):
-    specs = [GradientSpec("w", (n,), "float32") for n in counts]
-    buckets = build_segments(specs, size, 0, frozenset(range(len(counts))))
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=20),
+    st.integers(1, 8),
+    st.sampled_from([0, 4000, 20000, 10**6]),
+)
+def test_whole_variables_are_spread(counts, size, bucket_bytes):
+    """Kernels and biases, alone or some in a bucket: no rank has more than one too many."""
+    specs = [GradientSpec("w", (n,), "float32") for count in counts for n in (count, 1 + count % 9)]
+    buckets = build_segments(specs, size, bucket_bytes, frozenset(range(len(specs))))
     loads = [sum(p.count for b in buckets for p in b.pieces(rank)) for rank in range(size)]
-    padding = len(counts) * ALIGNMENT // 4
-    assert max(loads) <= sum(counts) / size + max(counts) + padding
+    largest = max(sum(map(math.prod, bucket.shapes)) for bucket in buckets)
+    assert max(loads) <= sum(loads) / size + largest + len(specs) * ALIGNMENT // 4
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_equal_layers_are_spread_evenly(size):
+    specs = [GradientSpec("w", shape, "float32") for shape in ((1024, 1024), (1024,)) * 8]
+    buckets = build_segments(specs, size, auto_bucket_bytes(specs), frozenset(range(16)))
+    loads = [sum(p.count for b in buckets for p in b.pieces(rank)) for rank in range(size)]
+    assert max(loads) <= 1.01 * sum(loads) / size, loads
 
 
 def test_forward_order():

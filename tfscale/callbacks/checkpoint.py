@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from pathlib import Path
@@ -17,7 +16,7 @@ from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError, check_integer, require
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
-from tfscale.fit.preparation import build, build_from_data, build_model
+from tfscale.fit.preparation import build_from_data, build_model
 from tfscale.fit.session import running_session, session_for
 from tfscale.internals.keras import begin_at_epoch, how_to_build, is_built, steps_until
 
@@ -110,7 +109,9 @@ class Checkpoint(Callback):
             resumable.restore_callbacks(self.session.callbacks, parts, leader)
             is_over = self._position.epoch >= int((self.params or {}).get("epochs") or 0)
             if is_over and is_built(self.model):
-                build(self.model)  # Keras sets final values of averages before the restore.
+                # Keras sets final values of averages before the restore.
+                build_model(self.model)
+                Restore(self.model, self._reader)  # builds the optimizers on what they trained
         self._schedule.start_clock()
         self._handler.install()
 
@@ -173,10 +174,10 @@ class Checkpoint(Callback):
         if self._restored is not None:
             self._restored.finish()
             if self._position.step > 0:
-                with contextlib.suppress(
-                    ConfigError
-                ):  # those that only a step can build begin again
+                try:
                     build_from_data(self.model)  # the variables of metrics
+                except ConfigError as error:
+                    logger.info("Metrics that only a step can build begin again: %s", error)
                 self._restored.restore_metrics()
             self._restored = None
         if self._is_stopping:

@@ -32,7 +32,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
         is_first = runtime.rank() == 0
-        with contextlib.nullcontext() if is_first else writing_nothing(self):
+        with alone() if is_first else writing_nothing(self):
             super()._save_model(epoch, batch, logs)
 
 
@@ -183,20 +183,19 @@ def _agreed(save_model: Any) -> Any:
         saves = None if session is None else session.saves
         if saves is not None and saves.is_given_up:
             return
-        if saves is not None and any(callback is self for callback in saves.silent):
-            with writing_nothing(self):
-                save_model(self, epoch, batch, logs)
+        # The numbers of a batch are each rank's own: rank 0 decides, and none waits for it.
+        decides_alone = batch is not None and is_written_once() and not sharded_states(self.model)
+        if decides_alone and session is not None and session.is_given_up:
             return
-        if batch is not None and is_written_once() and not sharded_states(self.model):
-            # The numbers of a batch are each rank's own: rank 0 decides, and none waits for it.
-            if session is not None and session.is_given_up:
-                return
-            with alone() if runtime.rank() == 0 else writing_nothing(self):
+        is_silent = saves is not None and any(callback is self for callback in saves.silent)
+        if is_silent or (decides_alone and runtime.rank() > 0):
+            with writing_nothing(self):
                 save_model(self, epoch, batch, logs)
             return
         folder = os.path.dirname(self.filepath)
         if folder and "{" not in folder and "://" not in folder:
             os.makedirs(folder, exist_ok=True)
-        save_model(self, epoch, batch, logs)
+        with alone() if decides_alone or saves is not None else contextlib.nullcontext():
+            save_model(self, epoch, batch, logs)
 
     return save_as_agreed

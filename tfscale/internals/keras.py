@@ -12,7 +12,7 @@ Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `_get_iterator`, `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
 `PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`, `global_state.get_global_attribute`,
-`seed_generator.global_seed_generator`, `GLOBAL_SEED_GENERATOR`.
+`seed_generator.global_seed_generator`, whose attribute has the same name.
 Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 from keras.src.utils.io_utils import print_msg
 
@@ -79,7 +79,7 @@ def seeds_of(layer: Any) -> list[keras.Variable]:
 
 def has_global_seed() -> bool:
     """Return whether `keras.random` was called without a seed, which makes a generator for that."""
-    return get_global_attribute(GLOBAL_SEED_GENERATOR) is not None
+    return get_global_attribute("global_seed_generator") is not None
 
 
 def global_seed_state() -> keras.Variable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -85,8 +84,8 @@ def build_segments(
         groups: Positions that form a bucket each, of any size; variables in no group get their
             own bucket. None groups by `bucket_bytes`.
 
-    Returns each spec in exactly one bucket, with segments as equal in length as possible; the one
-    segment of a variable that is whole and alone is that of the rank with the fewest bytes so far.
+    Returns each spec in exactly one bucket, with segments as equal in length as possible. Buckets
+    with whole variables are cut so that the ranks' bytes in all buckets so far differ least.
     """
     own = {i for group in by_rows for i in group}
     found: list[Sequence[int]] = []
@@ -101,27 +100,49 @@ def build_segments(
             buckets = () if is_own else build_buckets([specs[i] for i in part], bucket_bytes)
             found += [[part[i] for i in bucket] for bucket in buckets]
     segments = [_segment(specs, list(group), size, cuts_rows=True) for group in by_rows]
-    segments += [_segment(specs, sorted(indices), size, whole) for indices in found]
+    segments += [_segment(specs, sorted(indices), size) for indices in found]
     loads, placed = [0] * size, []  # bytes of each rank
     for segment in sorted(segments, key=lambda segment: segment.indices):
-        first = segment.indices[0]
-        if len(segment.indices) == 1 and first in whole:
-            # Not cut in the middle, all of these would be the same rank's.
-            owner = loads.index(min(loads))
-            ends = (0,) * (owner + 1) + (segment.length,) * (size - owner)
-            segment = replace(segment, cuts=ends)
-        for rank, (begin, end) in enumerate(itertools.pairwise(segment.cuts)):
-            loads[rank] += (end - begin) * specs[first].item_bytes
-        placed.append(segment)
+        item_bytes = specs[segment.indices[0]].item_bytes
+        layouts = _layouts_of_whole(segment, whole, loads) or [segment.cuts]
+        after = [
+            [load + (b - a) * item_bytes for load, a, b in zip(loads, cuts, cuts[1:], strict=False)]
+            for cuts in layouts
+        ]
+        loads, cuts = min(
+            zip(after, layouts, strict=True), key=lambda pair: sum(load**2 for load in pair[0])
+        )
+        placed.append(replace(segment, cuts=cuts))
     return tuple(placed)
 
 
+def _layouts_of_whole(
+    segment: SegmentedBucket, whole: frozenset[int], loads: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return ways to cut a bucket around its whole variables; none if no cut lies in one of them.
+
+    Cuts move to the nearer end, or all to the beginning or the end of the variable. A bucket of
+    whole variables only may be that of the rank with the smallest of the `loads`.
+    """
+    moved: dict[int, tuple[int, int]] = {}
+    ends = [*segment.offsets[1:], segment.length]
+    for index, begin, end in zip(segment.indices, segment.offsets, ends, strict=True):
+        if index in whole:
+            moved |= {cut: (begin, end) for cut in segment.cuts if begin < cut < end}
+    if not moved:
+        return []
+    nearer = {c: begin if c - begin < end - c else end for c, (begin, end) in moved.items()}
+    before = {c: begin for c, (begin, _) in moved.items()}
+    behind = {c: end for c, (_, end) in moved.items()}
+    found = [tuple(to.get(c, c) for c in segment.cuts) for to in (nearer, before, behind)]
+    if whole.issuperset(segment.indices):
+        owner = loads.index(min(loads))
+        found.append((0,) * (owner + 1) + (segment.length,) * (len(loads) - owner))
+    return found
+
+
 def _segment(
-    specs: Sequence[GradientSpec],
-    indices: list[int],
-    size: int,
-    whole: frozenset[int] = frozenset(),
-    cuts_rows: bool = False,
+    specs: Sequence[GradientSpec], indices: list[int], size: int, cuts_rows: bool = False
 ) -> SegmentedBucket:
     shapes = tuple(specs[i].shape for i in indices)
     counts = [math.prod(shape) for shape in shapes]
@@ -133,10 +154,5 @@ def _segment(
         cuts = [row * shapes[0][1] for row in row_cuts(shapes[0][0], size)[:-1]] + [length]
     else:
         cuts = [length * rank // size for rank in range(size + 1)]
-    for i, cut in enumerate(cuts):
-        place = max(bisect.bisect_right(offsets, cut) - 1, 0)
-        begin, end = offsets[place], offsets[place] + padded[place]
-        if indices[place] in whole and begin < cut < end:
-            cuts[i] = begin if cut - begin < end - cut else end
     dtype = specs[indices[0]].dtype
     return SegmentedBucket(tuple(indices), shapes, dtype, tuple(offsets), tuple(cuts), length)
