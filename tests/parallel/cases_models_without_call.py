@@ -84,6 +84,14 @@ def case_a_model_without_call_whose_layers_have_no_shapes():
     require_error(lambda: fit(gan(inputs=False)), "It has no call(): build its layers")
 
 
+@sizes(2, timeout_s=60)
+def case_groups_are_those_of_the_compiled_optimizer():
+    model = Gan()
+    local = {"exchange": tfscale.LocalSGD(2, 2)}
+    model.compile(*(hvd.DistributedOptimizer(SGD(0.1), **local) for _ in range(2)))
+    require_error(lambda: fit(model), "ConfigError", "LocalSGD of another optimizer")
+
+
 @sizes(2, timeout_s=120)
 def case_a_model_without_call_is_sharded_and_resumed():
     def trained(callback):

@@ -13,7 +13,7 @@ from tests.helpers.ranks import InterruptAt, Interruption, StopAt, float64, requ
 from tests.parallel.backup_runs import BATCH, network
 from tests.parallel.local_fit_model import forget_the_stop
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, ParameterAveraging
-from tfscale.testing import require_close, require_identical
+from tfscale.testing import require_close, require_equal_ranks, require_identical
 
 N_LOCAL, STEPS, RATE = 4, 3, 0.05
 
@@ -168,3 +168,16 @@ def case_a_stop_of_one_rank_is_the_end_of_a_backup():
     again = StopAt(99, rank=0)
     train(ParameterAveraging(), [BackupAndRestore(folder)], [again])
     assert set(tfscale.allgather_object(again.epochs[0])) == {2}
+
+
+@sizes(2, 3, timeout_s=80)
+def case_moving_averages_of_ranks_are_averaged():
+    """Keras ends `fit` with each rank's moving averages of its own weights in the model."""
+    with float64():
+        rule = keras.optimizers.SGD(RATE, use_ema=True, ema_momentum=0.5)
+        model, data, _ = model_and_data(rule)
+        model.fit(data, epochs=2, verbose=0, callbacks=[start(), ParameterAveraging(1)])
+        means = [v.numpy() for v in rule._model_variables_moving_average]
+        every = tfscale.allgather_object(means)
+        require_close(model.get_weights(), [np.mean(rank, 0) for rank in zip(*every, strict=True)])
+    require_equal_ranks(model.trainable_variables)

@@ -108,6 +108,21 @@ def case_averages_of_kernels_that_another_rank_owns():
     check(constrained_model, functools.partial(Adam, 0.01, use_ema=True))
 
 
+@sizes(2, 3, timeout_s=120)
+def case_norms_of_parameters_of_several_dtypes():
+    """A rank may own parameters of one dtype only, and another rank those of the other."""
+    trained = []
+    for wrap, train in ((sharded, lambda m: fit(m, 0, N_STEPS)), (lambda o: o, single_steps)):
+        keras.utils.set_random_seed(3)
+        parts = [keras.layers.Dense(n, dtype=d) for n, d in ((7, "float64"), (3, "float32"))]
+        model = keras.Sequential([keras.Input((6,)), *parts])
+        model.compile(wrap(keras.optimizers.Lamb(0.01, clipnorm=0.02)), "mse")
+        train(model)
+        trained.append(model.get_weights())
+    for own, single in zip(*trained, strict=True):
+        np.testing.assert_allclose(own, single, rtol=1e-4, atol=1e-6)
+
+
 @sizes(2, timeout_s=120)
 def case_whole_kernels_are_spread_over_ranks():
     layers = [keras.layers.Dense(64, use_bias=False) for _ in range(4)]

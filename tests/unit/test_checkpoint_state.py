@@ -231,3 +231,16 @@ def test_a_callback_of_ones_own_goes_on(tmp_path, restore, wrap):
     count = Count()
     fit(restore(tmp_path), more=[wrap(count)])
     assert (count.n, count.restored_at) == (3, 2)
+
+
+def test_what_is_pending_in_groups_is_averaged():
+    """Of two groups of two ranks; the second part of each sum is with its owner."""
+    parts = []
+    for rank in range(4):
+        arrays = {"residual0/0": np.full(4, rank + 1.0), "owner0/0": np.full(2, 10.0 * rank)}
+        info = {"groups": [[0, 1], [2, 3]], "residuals": {"0/0": ([0, 2, 4], 0.5)}}
+        parts.append(Part(info, arrays))
+    reader = Reader(parts)
+    first, second = np.array([1.5, 1.5, 11.5, 11.5]), np.array([23.5, 23.5, 33.5, 33.5])
+    require_identical([reader.pending("0/0", [[0, 1]])], [first])
+    require_identical([reader.pending("0/0", reader.groups)], [(first + second) / 2])

@@ -154,7 +154,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             total = runtime.size() if factor is None else factor
-            reached = epoch + 1.0 / self._steps()
+            reached = min(epoch + 1.0 / self._steps(), warmup_epochs)  # may end within an epoch
             return (reached * (total - 1) / warmup_epochs + 1.0) / total
 
         super().__init__(

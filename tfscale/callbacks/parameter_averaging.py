@@ -15,6 +15,7 @@ from tfscale.callbacks.synchronize import average_variables
 from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError, is_count, require
+from tfscale.internals.optimizers import update_rule
 from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
@@ -112,6 +113,7 @@ class ParameterAveraging(BeforeValidation):
         self.when = when
         self.n_averages = 0
         self._weight: float | None = None  # of this rank, at the last average
+        self._averaged_epoch = -1
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse optimizers that exchange gradients."""
@@ -125,7 +127,7 @@ class ParameterAveraging(BeforeValidation):
         if not runtime.is_single():
             self.session.stop_together()
         backup = self.take_backup()
-        self._n_before = self.n_averages
+        self._n_before, self._averaged_epoch = self.n_averages, -1
         self.n_averages += backup.get("n_averages", 0)
         self._common: np.ndarray | None = next(iter(backup.get("arrays", [])), None)
 
@@ -145,6 +147,8 @@ class ParameterAveraging(BeforeValidation):
         super().on_train_end(logs)
         if self.every_n_epochs == "end" and self.n_averages == self._n_before:
             self._average_if_apart()
+        elif self._averaged_epoch == self.epoch and update_rule(self.model.optimizer).use_ema:
+            self._average()  # Keras has set weights to this rank's moving averages
 
     def backup_state(self) -> dict[str, Any]:
         """Return the number of averages of this `fit` and the last common parameters."""
@@ -166,12 +170,16 @@ class ParameterAveraging(BeforeValidation):
 
     def average(self) -> None:
         """Average now. Collective: all ranks must call this, in the same order."""
-        trained, state = self._variables(), model_state.non_trainable_state(self.model)
         self._weight = self.weights.of(*self._common_and_own())
+        self._average()
+        self.n_averages += 1
+        self._averaged_epoch = self.epoch
+
+    def _average(self) -> None:
+        trained, state = self._variables(), model_state.non_trainable_state(self.model)
         variables = [*trained, *state]
         average_variables(variables, [self._weight] * len(variables), "parameters")
         self._common = _flat(trained)
-        self.n_averages += 1
 
     def _common_and_own(self) -> tuple[np.ndarray, np.ndarray]:
         own = _flat(self._variables())

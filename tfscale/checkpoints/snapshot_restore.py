@@ -261,9 +261,15 @@ class Reader:
             return (total if runtime.rank() == 0 else 0 * total).astype(values.dtype)
         return (total / runtime.size()).astype(values.dtype)
 
-    def pending(self, name: str) -> np.ndarray:
-        """Return the sum that compressed gradients have left for later steps, over all ranks."""
-        with_it = [part for part in self.parts if name in part.info["residuals"]]
+    def pending(self, name: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return the sum that compressed gradients have left for later steps; its mean over groups.
+
+        Each group, whose ranks had equal models, has a sum of its own.
+        """
+        return np.mean([self._pending_of(name, group) for group in groups], axis=0)
+
+    def _pending_of(self, name: str, group: Sequence[int]) -> np.ndarray:
+        with_it = [self.parts[rank] for rank in group if name in self.parts[rank].info["residuals"]]
         factor = with_it[0].info["residuals"][name][1]
         own = [np.float64(part.arrays[f"residual{name}"]) for part in with_it]
         total = factor * np.sum(own, axis=0)
@@ -482,7 +488,8 @@ class Restore:
             if is_exact:
                 state = Restored(cuts, arrays[f"residual{name}"], **kept)
             else:
-                state = Restored(cuts, basis=kept.get("basis"), pending=reader.pending(name))
+                left = reader.pending(name, self._groups)
+                state = Restored(cuts, basis=kept.get("basis"), pending=left)
             states.append((self._variables.weights[int(name.partition("/")[2])], state))
         residuals.restore(states, reader.info["n_quantized"][k])
         if not is_exact and self._rank == 0:

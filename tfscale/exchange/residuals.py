@@ -135,7 +135,8 @@ class Residuals:
 
     def alone(self, parameter: Any, gradient: Any, group: Group) -> tuple[Any, list[Update]]:
         """Add the pending sum of a checkpoint to a gradient that only this rank has."""
-        is_known = id(parameter) in self._restored or (id(parameter), group.id) in self._of
+        known = {*self._restored, *(of for of, _ in self._of)}
+        is_known = id(parameter) in known
         if group.rank < 0 or not is_known:
             return gradient, []
         count = int(np.prod(parameter.shape))
@@ -151,15 +152,19 @@ class Residuals:
     ) -> Residual:
         """Return the residual of a parameter in the function that is traced; see `Residual`."""
         key = id(parameter), group.id
-        found = self._of.get(key)
+        if key not in self._of:  # one of all ranks, where they have begun to train in groups
+            others = [other for other in self._of if other[0] == id(parameter)]
+            found = self._of.pop(others[0]) if others else None
+        else:
+            found = self._of[key]
         is_same = found and found.cuts == cuts and (found.owner is not None) == rounds_sum
-        if found is not None and is_same:
+        if found is not None and is_same and found.group.id == group.id:
             return found
         begin, end = cuts[group.rank :][:2]
         with tf.init_scope(), tf.device("CPU:0"):
             if found is None:
                 own = tf.Variable(tf.zeros(parameter.shape), trainable=False)
-            else:  # the exchange has changed
+            else:  # the exchange has changed, or the group
                 found.fold()
                 own = found.own
             owner = tf.Variable(tf.zeros([end - begin]), trainable=False) if rounds_sum else None

@@ -19,10 +19,17 @@ from tfscale.comm.software import versions
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
+from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession
 from tfscale.fit.uneven_batches import require_equal_numbers
-from tfscale.internals.optimizers import config_of, is_wrapped, optimizer_of, scaled_by
+from tfscale.internals.optimizers import (
+    config_of,
+    is_wrapped,
+    optimizer_of,
+    scaled_by,
+    update_rule,
+)
 from tfscale.internals.traits import Traits, own_of, show_averages, train_apart
 from tfscale.optimizer import first_step
 from tfscale.optimizer.distributed import distributed_of, distributed_optimizers, process_set_of
@@ -45,6 +52,18 @@ _HINTS = {
 _HINT = "Run the same code with the same settings on every rank."
 
 
+def _require_groups_of_one_optimizer(model: keras.Model) -> None:
+    first = distributed_of(optimizer_of(model))
+    for optimizer in distributed_optimizers(model):
+        if optimizer is not first and isinstance(optimizer.strategy, LocalSGD):
+            raise ConfigError(
+                "Groups of ranks are averaged for validation, files and the end of fit where "
+                "model.optimizer is the one optimizer that forms them. Received: exchange=LocalSGD "
+                f"of another optimizer, {update_rule(optimizer).name}. Pass it to compile(), or "
+                "use exchange='allreduce'."
+            )
+
+
 def begin(session: FitSession, params: dict[str, Any]) -> bool:
     """Compare the ranks' settings; return whether this is the first call of a `fit`. Collective.
 
@@ -54,6 +73,7 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     if session.has_begun or runtime.is_single():
         return False
     model, call = session.model, session.call
+    _require_groups_of_one_optimizer(model)
     runtime.backend().drain()  # then no rank waits for collectives left by an earlier `fit`
     own: dict[str, Any] = {
         "steps": params.get("steps"),

@@ -182,7 +182,7 @@ def clip(
 def _clip_globally(
     limit: float, gradients: list[tf.Tensor], positions: Sequence[int], shards: Shards
 ) -> list[tf.Tensor]:
-    dtype = gradients[0].dtype
+    dtype = _dtype_of_norms(shards)
     squares = [tf.cast(tf.reduce_sum(g * g), dtype) for g in gradients]
     shared = [s for s, p in zip(squares, positions, strict=True) if p >= 0]
     local = [s for s, p in zip(squares, positions, strict=True) if p < 0]
@@ -205,7 +205,7 @@ def _squares(
 ) -> list[tf.Tensor]:
     """Return the sum of squares of each gradient's whole variable."""
     own = [tf.reduce_sum(g * g) for g in gradients]
-    dtype = own[0].dtype
+    dtype = _dtype_of_norms(shards)
     parts = {p: s for p, s in zip(positions, own, strict=True) if p >= 0}
     vector = [
         tf.cast(parts[i], dtype) if i in parts else tf.zeros([], dtype) for i in shards.pieces
@@ -216,6 +216,14 @@ def _squares(
         tf.cast(sums[places[p]], s.dtype) if p >= 0 else s
         for p, s in zip(positions, own, strict=True)
     ]
+
+
+def _dtype_of_norms(shards: Shards) -> tf.DType:
+    """Return the dtype in which ranks add squares: equal on all, whatever parts they own."""
+    dtypes = {tf.as_dtype(variable.dtype) for variable in shards.variables}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return tf.float64 if tf.float64 in dtypes else tf.float32
 
 
 def _sum_over_ranks(values: tf.Tensor, shards: Shards) -> tf.Tensor:
