@@ -148,7 +148,8 @@ class ParameterAveraging(BeforeValidation):
         if self.every_n_epochs == "end" and self.n_averages == self._n_before:
             self._average_if_apart()
         elif self._averaged_epoch == self.epoch and update_rule(self.model.optimizer).use_ema:
-            self._average()  # Keras has set weights to this rank's moving averages
+            assert self._weight is not None
+            self._average(self._weight)  # Keras has set weights to this rank's moving averages
 
     def backup_state(self) -> dict[str, Any]:
         """Return the number of averages of this `fit` and the last common parameters."""
@@ -171,14 +172,14 @@ class ParameterAveraging(BeforeValidation):
     def average(self) -> None:
         """Average now. Collective: all ranks must call this, in the same order."""
         self._weight = self.weights.of(*self._common_and_own())
-        self._average()
+        self._average(self._weight)
         self.n_averages += 1
         self._averaged_epoch = self.epoch
 
-    def _average(self) -> None:
+    def _average(self, weight: float) -> None:
         trained, state = self._variables(), model_state.non_trainable_state(self.model)
         variables = [*trained, *state]
-        average_variables(variables, [self._weight] * len(variables), "parameters")
+        average_variables(variables, [weight] * len(variables), "parameters")
         self._common = _flat(trained)
 
     def _common_and_own(self) -> tuple[np.ndarray, np.ndarray]:

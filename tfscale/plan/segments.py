@@ -132,9 +132,9 @@ def _layouts_of_whole(
     if not moved:
         return []
     nearer = {c: begin if c - begin < end - c else end for c, (begin, end) in moved.items()}
-    before = {c: begin for c, (begin, _) in moved.items()}
-    behind = {c: end for c, (_, end) in moved.items()}
-    found = [tuple(to.get(c, c) for c in segment.cuts) for to in (nearer, before, behind)]
+    ahead = {c: begin for c, (begin, _) in moved.items()}
+    after = {c: end for c, (_, end) in moved.items()}
+    found = [tuple(to.get(c, c) for c in segment.cuts) for to in (nearer, ahead, after)]
     if whole.issuperset(segment.indices):
         owner = loads.index(min(loads))
         found.append((0,) * (owner + 1) + (segment.length,) * (len(loads) - owner))
