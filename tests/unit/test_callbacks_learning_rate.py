@@ -117,6 +117,13 @@ def test_warmup_formula(size, capsys):
     assert "Epoch 3: finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
 
 
+def test_warmup_that_ends_within_an_epoch():
+    warmup = LearningRateWarmupCallback(0.4, warmup_epochs=1.25, factor=4)
+    rates, _ = fit(model_with(SGD(0.4)), [warmup], epochs=3)
+    reached = np.minimum(np.arange(1, 7) / 2, 1.25)
+    np.testing.assert_allclose(rates, 0.1 * (reached * 3 / 1.25 + 1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("together", [2, 3, 8])
 def test_warmup_ends_where_steps_are_executed_together(together, momentum, capsys):

@@ -64,7 +64,7 @@ class LearningRateScheduleCallback(Callback):
         initial_lr: float,
         multiplier: float | Multiplier,
         start_epoch: int = 0,
-        end_epoch: int | None = None,
+        end_epoch: float | None = None,
         staircase: bool = True,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
@@ -146,7 +146,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def __init__(
         self,
         initial_lr: float,
-        warmup_epochs: int = 5,
+        warmup_epochs: float = 5,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
