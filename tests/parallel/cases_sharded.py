@@ -114,7 +114,8 @@ def case_norms_of_parameters_of_several_dtypes():
     trained = []
     for wrap, train in ((sharded, lambda m: fit(m, 0, N_STEPS)), (lambda o: o, single_steps)):
         keras.utils.set_random_seed(3)
-        parts = [keras.layers.Dense(n, dtype=d) for n, d in ((7, "float64"), (3, "float32"))]
+        dense = functools.partial(keras.layers.Dense, use_bias=False)
+        parts = [dense(n, dtype=dtype) for n, dtype in ((7, "float64"), (3, "float32"))]
         model = keras.Sequential([keras.Input((6,)), *parts])
         model.compile(wrap(keras.optimizers.Lamb(0.01, clipnorm=0.02)), "mse")
         train(model)
