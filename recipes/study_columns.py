@@ -35,3 +35,13 @@ def first_with(accuracy: float) -> Callable[[Epochs], int | None]:
         return next((e["epoch"] for e in epochs if e["val_accuracy"] >= accuracy), None)
 
     return epoch_of
+
+
+def peak_update(epochs: Epochs) -> float:
+    """Return the update in which theta was largest."""
+    return float(epochs[-1]["theta_peak_update"])
+
+
+def epochs_to_peak(samples: int) -> Callable[[Epochs], float]:
+    """Return a column: the epochs, a fraction, until theta was largest, `samples` in each."""
+    return lambda epochs: peak_update(epochs) / (samples // int(epochs[-1]["batch_size"]))

@@ -1,16 +1,8 @@
 """[T] figure 5.2 with LeNet-5: theta with fixed batches of 64 to 2048, over up to 6000 updates."""
 
+from study_columns import epochs_to_peak, peak_update
+
 _batches, _images, _epochs = (64, 128, 256, 512, 1024, 2048), 20000, 20
-
-
-def _peak_update(epochs):
-    return epochs[-1]["theta_peak_update"]
-
-
-def _peak_epoch(epochs):
-    """Epochs until the update in which theta was largest, a fraction."""
-    return epochs[-1]["theta_peak_update"] / (_images // int(epochs[-1]["batch_size"]))
-
 
 TITLE = (
     f"Theta with fixed batches: LeNet-5 on {_images} pictures of Fashion-MNIST, {_epochs} epochs"
@@ -44,4 +36,4 @@ SERIES = {"fixed batch": {n: f"batch {n}" for n in _batches}}
 X_LABEL = "Samples of a batch"
 SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
-COLUMNS = {"theta is largest at update": _peak_update, "after epochs": _peak_epoch}
+COLUMNS = {"theta is largest at update": peak_update, "after epochs": epochs_to_peak(_images)}

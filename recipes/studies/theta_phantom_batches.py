@@ -1,17 +1,9 @@
 """[T] figure 5.6 with fixed batches of 64 to 1024: theta and gradient norms of a small EDSR."""
 
+from study_columns import epochs_to_peak, peak_update
+
 _batches, _images, _patches_per_image, _epochs = (64, 128, 256, 512, 1024), 64, 32, 20
 _patches = _images * _patches_per_image
-
-
-def _peak_update(epochs):
-    return epochs[-1]["theta_peak_update"]
-
-
-def _peak_epoch(epochs):
-    """Epochs until the update in which theta was largest, a fraction."""
-    return epochs[-1]["theta_peak_update"] / (_patches // int(epochs[-1]["batch_size"]))
-
 
 TITLE = f"Theta of a small EDSR: {_patches} patches of Phantom, batches of 64 to 1024"
 SHOWS = f"""
@@ -42,4 +34,4 @@ SERIES = {"fixed batch": {n: f"batch {n}" for n in _batches}}
 X_LABEL = "Samples of a batch"
 SEEDS = (1, 2, 3)
 METRIC = "val_psnr"
-COLUMNS = {"theta is largest at update": _peak_update, "after epochs": _peak_epoch}
+COLUMNS = {"theta is largest at update": peak_update, "after epochs": epochs_to_peak(_patches)}

@@ -1,17 +1,9 @@
 """[T] figure 5.6 in minutes: theta and gradient norms of a small EDSR with fixed batches."""
 
+from study_columns import epochs_to_peak, peak_update
+
 _batches, _images, _epochs = (16, 32, 64), 100, 12
 _patches = 4 * _images
-
-
-def _peak_update(epochs):
-    return epochs[-1]["theta_peak_update"]
-
-
-def _peak_epoch(epochs):
-    """Epochs until the update in which theta was largest, a fraction."""
-    return epochs[-1]["theta_peak_update"] / (_patches // int(epochs[-1]["batch_size"]))
-
 
 TITLE = f"Theta of a small EDSR: {_patches} patches of Phantom, {_epochs} epochs"
 SHOWS = f"""
@@ -40,4 +32,4 @@ SERIES = {"fixed batch": {n: f"batch {n}" for n in _batches}}
 X_LABEL = "Samples of a batch"
 SEEDS = (1, 2, 3)
 METRIC = "val_psnr"
-COLUMNS = {"theta is largest at update": _peak_update, "after epochs": _peak_epoch}
+COLUMNS = {"theta is largest at update": peak_update, "after epochs": epochs_to_peak(_patches)}

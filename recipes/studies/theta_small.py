@@ -1,16 +1,8 @@
 """[T] figure 5.2 in minutes: theta and gradient norms of ResNet-8 with batches of 64 to 512."""
 
+from study_columns import epochs_to_peak, peak_update
+
 _batches, _images, _epochs = (64, 128, 256, 512), 3200, 8
-
-
-def _peak_update(epochs):
-    return epochs[-1]["theta_peak_update"]
-
-
-def _peak_epoch(epochs):
-    """Epochs until the update in which theta was largest, a fraction."""
-    return epochs[-1]["theta_peak_update"] / (_images // int(epochs[-1]["batch_size"]))
-
 
 TITLE = f"Theta in the first {_epochs} epochs: ResNet-8 on {_images} pictures of Fashion-MNIST"
 SHOWS = f"""
@@ -36,4 +28,4 @@ SERIES = {"fixed batch": {n: f"batch {n}" for n in _batches}}
 X_LABEL = "Samples of a batch"
 SEEDS = (1, 2, 3)
 METRIC = "val_accuracy"
-COLUMNS = {"theta is largest at update": _peak_update, "after epochs": _peak_epoch}
+COLUMNS = {"theta is largest at update": peak_update, "after epochs": epochs_to_peak(_images)}

@@ -24,7 +24,7 @@ class _Failure:
 
 
 def _pickled(obj: Any) -> tuple[bytes, Any]:
-    """Return what is sent for an object, and the object that it holds."""
+    """Return the pickle of an object and the object, or of a `_Failure` and that failure."""
     try:
         return pickle.dumps(obj), obj
     except Exception as error:  # of any class, as objects define their own pickling
