@@ -43,6 +43,11 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
     return sequences[:n][: FLAGS.sequences or None], sequences[n:]
 
 
+def early_stopping() -> keras.callbacks.Callback:
+    """Return what ends training after --patience epochs without a lower validation loss."""
+    return keras.callbacks.EarlyStopping("val_loss", patience=FLAGS.patience)
+
+
 def main(_: list[str]) -> None:
     """Train, and leave the results in the run's folder."""
     is_first = training.start()
@@ -62,10 +67,10 @@ def main(_: list[str]) -> None:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    history = training.fit(model, train, valid, BATCH)
+    metrics = training.fit(model, train, valid, BATCH, stop=early_stopping)
     training.save(model)
     if is_first:
-        accuracy = history["val_accuracy"][-1]
+        accuracy = metrics["val_accuracy"]
         print(f"Accuracy: {100 * accuracy:.2f} %. Results are in {training.run_folder()}.")
 
 

@@ -19,7 +19,7 @@ restored.png.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -68,6 +68,7 @@ class Data(NamedTuple):
 
 def load_phantom() -> Data:
     """Make noisy pictures."""
+    command_line.refuse("Phantom is restored, not enlarged.", {"scale": None})
     sizes = FLAGS.images, FLAGS.patches_per_image or 4, FLAGS.validation_images
     train, valid = phantom.load(*sizes, seed=FLAGS.seed, cache_dir=FLAGS.data_dir)
     return Data(
@@ -88,6 +89,8 @@ def load_phantom() -> Data:
 
 def load_div2k() -> Data:
     """Open small and large pictures."""
+    whole = "DIV2K is used as a whole."
+    command_line.refuse(whole, {"images": None, "validation_images": None})
     options = {"batch_size": FLAGS.batch_size, "seed": FLAGS.seed}
     squares = FLAGS.patches_per_image or 1
     data = div2k.load(FLAGS.data_dir, FLAGS.scale, squares_per_image=squares, **options)
@@ -142,12 +145,12 @@ def main(_: list[str]) -> None:
     is_first = training.start()
     data = {"phantom": load_phantom, "div2k": load_div2k}[FLAGS.data]()
     model = build_model(len(data.train))
-    history: dict[str, Any] = training.fit(
+    metrics = training.fit(
         model, data.train, data.valid, BATCH, baselines=data.baselines, stop=early_stopping
     )
-    folder, restored = training.run_folder(), history["val_psnr"][-1]
+    folder = training.run_folder()
     if is_first:
-        given = data.baselines.get("psnr")
+        given, restored = data.baselines.get("psnr"), metrics["val_psnr"]
         gain = "" if given is None else f", input {given:.2f} dB ({restored - given:+.2f} dB)"
         print(f"Validation PSNR: restored {restored:.2f} dB{gain}. Results are in {folder}.")
     if is_first and data.pairs is not None:

@@ -75,10 +75,10 @@ def main(_: list[str]) -> None:
         loss="mean_squared_error",
         metrics=["accuracy"],
     )
-    history = training.fit(model, train, test, BATCH, stop=early_stopping)
+    metrics = training.fit(model, train, test, BATCH, stop=early_stopping)
     training.save(model)
     if is_first:
-        accuracy = history["val_accuracy"][-1]
+        accuracy = metrics["val_accuracy"]
         print(f"Test accuracy: {100 * accuracy:.2f} %. Results are in {training.run_folder()}.")
 
 

@@ -52,6 +52,11 @@ class RunFolder(keras.callbacks.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         self._write_settings(self._settings)
 
+    @property
+    def last(self) -> dict[str, float]:
+        """The line of the last epoch, of an earlier run if this one trained none."""
+        return self._lines[-1] if self._lines else {}
+
     def on_train_begin(self, logs: dict | None = None) -> None:
         """Read what an earlier run has written; the first epoch says what of it holds."""
         self._lines = read_json_lines(self.folder / "metrics.jsonl")

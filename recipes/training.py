@@ -184,12 +184,15 @@ def _value(text: str) -> Any:
 def save(model: keras.Model) -> None:
     """Write `model.keras` into the run's folder; every rank must call it.
 
-    Rank 0 writes. Where the ranks hold parts of the optimizer's state all of them must save.
+    Rank 0 writes. Where the ranks hold parts of the optimizer's state all of them must save. The
+    run is over then: what --resume would have needed is removed.
     """
     is_split = getattr(model.optimizer, "kept_state", None) is not None  # "auto" may shard, too
     if hvd.rank() == 0 or is_split:
         run_folder().mkdir(parents=True, exist_ok=True)
         model.save(run_folder() / "model.keras")
+    if FLAGS.resume and hvd.rank() == 0:
+        shutil.rmtree(run_folder() / "backup", ignore_errors=True)
 
 
 def with_float_outputs(model: keras.Model) -> keras.Model:
@@ -208,7 +211,7 @@ def fit(
     *,
     baselines: Mapping[str, float] | None = None,
     stop: Callable[[], keras.callbacks.Callback] | None = None,
-) -> dict[str, list[float]]:
+) -> dict[str, float]:
     """Train, and leave `run.json`, `metrics.jsonl` and `learning_curve.png` in the run's folder.
 
     Args:
@@ -220,21 +223,19 @@ def fit(
         stop: Makes the callback that ends training early, where --patience is given.
 
     Returns:
-        Values of each metric, one per epoch of this call; the same on all ranks.
+        On rank 0 the metrics after the last epoch, even if an earlier run trained it; else none.
     """
     folder, is_first = run_folder(), hvd.rank() == 0
     last = [RunFolder(folder, _settings(model), baselines, train)] if is_first else []
     stopping = [stop()] if stop and FLAGS.patience else []
-    history = model.fit(
+    model.fit(
         train,
         validation_data=valid,
         epochs=FLAGS.epochs,
         callbacks=[*_callbacks(folder, train, batch), *stopping, *last],
         verbose=command_line.verbosity() if is_first else 0,
     )
-    if FLAGS.resume and is_first:  # the run is over: nothing is left to resume
-        shutil.rmtree(folder / "backup", ignore_errors=True)
-    return history.history
+    return last[0].last if last else {}
 
 
 def _settings(model: keras.Model) -> dict[str, Any]:

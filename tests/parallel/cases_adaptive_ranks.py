@@ -7,14 +7,16 @@ import numpy as np
 
 import tfscale
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import float64, require_error
+from tests.helpers.ranks import float64, require_error, shared_folder
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BroadcastGlobalVariablesCallback,
     MetricAverageCallback,
     ParameterAveraging,
+    ThetaMonitor,
 )
 from tfscale.data.slices import count_active, epoch_order
+from tfscale.files import read_json_lines
 from tfscale.measure.growth import noise_scale
 from tfscale.testing import require_close, require_equal_ranks
 
@@ -44,11 +46,14 @@ def fit(build, start, maximum, epochs, exchange="allreduce", rate=0.0625, **opti
     rule = keras.optimizers.SGD(rate, momentum=0.5)
     model.compile(tfscale.DistributedOptimizer(rule, **wrapped), "mse")
     data = tfscale.data.GlobalBatches(*arrays(), batch_size=24, seed=7)
+    before, after = options.pop("before", []), options.pop("after", [])
     options = {"interval": 1, "momentum_correction": False, "log_path": None, **options}
     callbacks = [
         BroadcastGlobalVariablesCallback(0),
         MetricAverageCallback(),
+        *before,
         AdaptiveBatchSize(data, maximum, start_batch_size=start, **options),
+        *after,
     ]
     history = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history
     return model, history
@@ -116,6 +121,42 @@ def case_noise_scale_drives_growth():
     ):
         assert coming == (min(2 * now, 48) if scale >= 2 * now else now)
     assert history["batch_size"][-1] > 12
+
+
+@sizes(2)
+def case_several_callbacks_measure_norms_of_gradients():
+    options = {"signal": "noise_scale", "active_ranks": "grow"}
+    with float64(), shared_folder() as folder:
+        _, alone = fit(linear_model, 4, 48, 4, **options)
+        for name in ("before", "after"):
+            monitor = ThetaMonitor(folder / name, has_norms=True)
+            _, history = fit(linear_model, 4, 48, 4, **options, **{name: [monitor]})
+            tfscale.barrier()
+            rows = read_json_lines(folder / name / "theta.jsonl")
+            assert history["batch_size"] == alone["batch_size"]
+            np.testing.assert_array_equal(history["noise_scale"], alone["noise_scale"])
+            finite = [n if np.isfinite(n) else None for n in alone["noise_scale"]]
+            assert [row["noise_scale"] for row in rows] == finite
+        # One rank has no gradient of its own: nothing can be compared.
+        monitor = ThetaMonitor(folder / "one", has_norms=True)
+        fit(linear_model, 1, 2, 1, active_ranks="grow", after=[monitor])
+        tfscale.barrier()
+        (row,) = read_json_lines(folder / "one" / "theta.jsonl")
+        assert row["noise_scale"] is None
+
+
+@sizes(2)
+def case_noise_scales_are_of_batches_of_one_size():
+    """8 steps, then 4: the second record has 2 steps of 12 samples, and one of 24."""
+    with float64(), shared_folder() as folder:
+        monitor = ThetaMonitor(folder, 3, has_norms=True)
+        model, _ = fit(linear_model, 12, 24, 2, rate=0.0, after=[monitor], log_path=None)
+        tfscale.barrier()
+        rows = read_json_lines(folder / "theta.jsonl")
+    (x, y), order = arrays(), epoch_order(7, 1, SAMPLES).reshape(-1, 24)[0]
+    small = np.mean([gradient_square(model, x[own], y[own]) for own in order.reshape(2, 12)])
+    expected = noise_scale(small, 12, gradient_square(model, x[order], y[order]), 24)
+    np.testing.assert_allclose(rows[2]["noise_scale"], expected, rtol=1e-9)
 
 
 @sizes(2)

@@ -23,7 +23,7 @@ from tests.parallel.local_sgd_reference import (
     samples,
     train,
 )
-from tfscale.callbacks import ModelDistance
+from tfscale.callbacks import BroadcastGlobalVariablesCallback, Checkpoint, ModelDistance
 from tfscale.files import read_json_lines
 from tfscale.testing import require_identical
 
@@ -185,6 +185,31 @@ def case_what_is_on_its_way_survives_an_interruption():
     options = {"interval": 4, "fragments": 2, "overlap": 3}
     interrupt_and_go_on(lambda: tfscale.LocalSGD(2, **options, **ALLREDUCE))
     interrupt_and_go_on(lambda: tfscale.LocalSGD(2, **options), **BF16)
+
+
+@sizes(2, timeout_s=200)
+def case_a_longer_run_begins_with_the_average_of_an_ended_one():
+    """What was on its way at the end belongs to no later model: as for a second `fit`."""
+    options = {"interval": 4, "fragments": 2, "overlap": 3}
+    x, y = samples()
+
+    def fit_until(*ends, folder=None):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(y.shape[-1])])
+        strategy = tfscale.LocalSGD(2, **options, **ALLREDUCE)
+        model.compile(
+            tfscale.DistributedOptimizer(keras.optimizers.SGD(0.05), exchange=strategy), "mse"
+        )
+        data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH * 2, seed=4)
+        own = [Checkpoint(folder)] if folder else []
+        for begin, end in zip((0, *ends), ends, strict=False):
+            callbacks = [*own, BroadcastGlobalVariablesCallback(0)]
+            model.fit(data, initial_epoch=begin, epochs=end, verbose=0, callbacks=callbacks)
+        return values_of([*model.variables, *model.optimizer.group_average.variables])
+
+    with float64(), shared_folder() as folder:
+        fit_until(2, folder=folder / "saved")
+        require_identical(fit_until(4, folder=folder / "saved"), fit_until(2, 4))
 
 
 @sizes(2, timeout_s=100)

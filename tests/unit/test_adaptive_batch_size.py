@@ -281,6 +281,24 @@ def test_what_is_set_after_a_fit_that_broke_off_holds():
     assert data.batch_size == 24
 
 
+def test_what_a_fit_that_broke_off_has_left_ends_with_the_next_one():
+    def broken():
+        data = make_data()
+        train(adaptive(data, active_ranks="grow"), InterruptAt(3, 1))
+        assert data.batch_size == 12 and data.has_surplus_ranks
+        return data
+
+    data = broken()
+    make_model().fit(data, verbose=0, class_weight={0: 1.0})  # beside which weights are refused
+    assert data.batch_size == 6 and len(data[0]) == 2
+    data = broken()
+    make_model().evaluate(data, verbose=0)
+    assert data.batch_size == 6 and len(data[0]) == 2
+    data = broken()
+    data.batch_size = 8
+    assert data.batch_size == 8 and len(data[0]) == 2
+
+
 def test_weights_of_surplus_ranks_are_served_within_the_fit_only():
     class Parts(keras.Sequential):
         def train_step(self, data):

@@ -90,8 +90,7 @@ HOLDS_THE_OUTPUT = """
 import os, subprocess, sys, time
 from tfscale.launcher.reports import Report, Start, send
 read, write = os.pipe()
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"],
-                         pass_fds=[write])
+subprocess.run(["sh", "-c", "sleep 60 &"], pass_fds=[write])  # no child of this process
 os.close(write)
 for rank in range(2):
     send(Start(rank, os.uname().nodename, os.getpid(), 2))
@@ -107,7 +106,46 @@ def test_ranks_are_waited_for_and_not_what_keeps_their_output_open(capfd):
     assert time.monotonic() - before < 20
     said = capfd.readouterr().err
     assert "all ranks have ended. Left of what they started, and ended now: " in said
-    assert "time.sleep(60)" in said
+    assert "(sleep 60)" in said
+
+
+# As an mpiexec whose connection to another host stays open.
+WAITS_FOR_A_HOST = """
+import os, subprocess
+from tfscale.launcher.reports import Report, Start, send
+connection = subprocess.Popen(["sleep", "60"])
+for rank in range(2):
+    send(Start(rank, "other", 1, 2))
+    send(Report(rank, "other", 0, None, False, True))
+connection.wait()
+"""
+
+
+def test_a_job_has_succeeded_if_its_ranks_have_whatever_the_launcher_waits_for(capfd, monkeypatch):
+    monkeypatch.setattr("tfscale.launcher.attempt._LAUNCHER_S", 2.0)
+    assert run(WAITS_FOR_A_HOST) == Outcome(0, is_orderly=True)
+    said = capfd.readouterr().err
+    assert "on another host. The job ends." in said and "ended now" not in said
+
+
+# As srun, which ends its ranks at SIGTERM; it also asks for the end of the job, as a user would.
+ENDS_ITS_RANKS = """
+import os, signal, sys, time
+def end_ranks(*_):
+    open(sys.argv[1], "w").close()
+    sys.exit(1)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, end_ranks)
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_srun_is_asked_to_end_ranks_whose_time_is_over(tmp_path):
+    command = [sys.executable, "-S", "-c", ENDS_ITS_RANKS, str(tmp_path / "ended")]
+    with StopRequest(0.3) as stop:
+        outcome = run_attempt(command, os.environ, stop, signal.SIGUSR1, may_kill=False)
+    assert (tmp_path / "ended").exists() and outcome.was_stopped
 
 
 # Both wait for a signal; without one they would end by themselves, too late for the test.

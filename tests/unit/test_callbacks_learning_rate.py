@@ -1,5 +1,7 @@
 """Learning rate callbacks: schedules over epochs, warm-up, momentum correction."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -137,6 +139,16 @@ def test_warmup_ends_where_steps_are_executed_together(together, momentum, capsy
     expected = [*(0.1 * (reached * 3 / 2 + 1)), *[0.4] * len(first)]
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
     assert history["lr"][1] == pytest.approx(0.4)
+    assert "finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", [0.5, 1.5])
+def test_warmup_that_ends_within_an_execution(length, capsys):
+    model = model_with(SGD(0.4))
+    model.compile(model.optimizer, "mse", steps_per_execution=8)
+    warmup = LearningRateWarmupCallback(0.4, warmup_epochs=length, factor=4, verbose=1)
+    _, history = fit(model, [warmup], epochs=3, batch_size=1)
+    assert history["lr"][math.ceil(length) - 1 :] == pytest.approx([0.4] * (4 - math.ceil(length)))
     assert "finished gradual learning rate warmup to 0.4." in capsys.readouterr().out
 
 

@@ -41,6 +41,7 @@ SHARED = dict.fromkeys(["OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INT
         ({}, {"SLURM_JOB_NUM_NODES": "1"}, SHARED),
         ({}, {"LSB_MCPU_HOSTS": "a 2 b 2"}, {}),
         ({}, {"LSB_MCPU_HOSTS": "a 2"}, SHARED),
+        ({}, {"HYDRA_HOST_FILE": "a file that mpiexec reads"}, {}),
         *(({}, {name: "two hosts"}, {}) for name in ("PBS_NODEFILE", "PE_HOSTFILE")),
         *(({}, {name: "one host"}, SHARED) for name in ("PBS_NODEFILE", "PE_HOSTFILE")),
         *(({"hosts": ((h, 4),)}, {}, SHARED) for h in ("localhost", socket.gethostname())),
@@ -63,6 +64,7 @@ def test_transports_listen_on_the_loopback_interface_where_all_ranks_share_a_hos
     assert "UCX_NET_DEVICES" not in loopback_variables(FOUR, mpich, {"UCX_NET_DEVICES": "eth0"})
     two_hosts = LaunchSpec(("x",), 4, hosts=(("a", 2), ("b", 2)))
     assert loopback_variables(two_hosts, mpich, {}) == {}
+    assert loopback_variables(FOUR, mpich, {"HYDRA_HOST_FILE": "a file that mpiexec reads"}) == {}
     assert loopback_variables(FOUR, Mpi("openmpi", "5.0", "/mpi/mpiexec"), {}) == {}
 
 
@@ -189,6 +191,12 @@ def test_impossible_runs_are_refused(words, message, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_NTASKS", raising=False)
     assert cli.main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_slurm_needs_srun(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main([*SLURM, "python", "t.py"]) == 2
+    assert "Received: no srun on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launcher", [[], ["--slurm"], ["--restarts", "1"]])

@@ -70,6 +70,15 @@ def test_what_writes_is_left_to_rank_zero():
     assert "    m.save('a'); print(2)" in lines and "        print(1)" in lines
 
 
+def test_what_all_ranks_must_call_is_not_left_to_rank_zero():
+    lines, notes = lines_of(
+        "m.compile(keras.optimizers.SGD(), 'mse', loss='mse')\n"
+        "print(m.fit(y=y, x=x, epochs=2).history)\n"
+    )
+    assert lines[-1].startswith("print(m.fit(x=tfscale.data.GlobalBatches(x, y, batch_size=32), ")
+    assert [line for line, _ in notes] == [3]
+
+
 @pytest.mark.parametrize(
     "text", ["import keras\nx = 1", "import keras, tfscale\nm.compile(loss='a')", "import ["]
 )

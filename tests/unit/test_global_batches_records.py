@@ -212,6 +212,20 @@ def test_another_order_each_time_is_refused(make):
         GlobalBatches.from_dataset(make(), batch_size=1)
 
 
+@pytest.mark.parametrize("is_ordered", [None, True, False])
+def test_elements_as_they_become_ready_are_refused(is_ordered):
+    options = {"num_parallel_calls": 2, "deterministic": is_ordered}
+    for records in (
+        NUMBERS(8).map(abs, **options).filter(lambda number: number > 0),
+        NUMBERS(4).interleave(lambda number: NUMBERS(2), **options),
+    ):
+        if is_ordered is not False:
+            assert GlobalBatches.from_dataset(records, batch_size=1).samples in (7, 8)
+            continue
+        with pytest.raises(ConfigError, match="Dataset with deterministic=False. Leave"):
+            GlobalBatches.from_dataset(records, batch_size=1)
+
+
 def test_an_order_that_a_seed_has_fixed_is_taken_and_compared():
     def probe(global_seed):
         tf.random.set_seed(global_seed)

@@ -119,3 +119,6 @@ def test_the_explanation_names_every_parameter_and_alternative():
     # A convolution has no activations to send: two alternatives are dashes.
     assert rows["conv1_1/kernel"].count(" - ") == 2
     assert "no plan is faster than" in text
+    empty = LayerTable("mine", (Layer("a", (("a/w", 4),)), Layer("b", (("b/e", 0),))))
+    scenario = Scenario(empty, PRESETS["cori-haswell"], 4, 16)
+    assert "b/e" in explain(scenario, choose(scenario))

@@ -44,7 +44,9 @@ def test_equations_by_hand():
     """alpha 1 s, beta 0.1 s per byte, gamma 0.25 s per byte, 4 ranks, 8 bytes."""
     half = 3 * 1.0 + 8 * 0.75 * 0.1
     assert costs.transfer_s(8, 4, SIMPLE) == pytest.approx(half)  # table 4.1
-    assert costs.allreduce_s(8, 4, SIMPLE, "direct") == pytest.approx(2 * half + 2.0)
+    # Eq. 4.9, of a vector that is too long to be sent whole.
+    direct_s = 2 * (3 * 1.0 + 40000 * 0.75 * 0.1) + 10000
+    assert costs.allreduce_s(40000, 4, SIMPLE, "direct") == pytest.approx(direct_s)
     tree, halved = 2 * (1 + 0.8), 4 + 2 * 0.75 * 0.8  # eqs. 4.6 and 4.7
     assert costs.allreduce_s(8, 4, SIMPLE, "mpi") == pytest.approx(min(tree, halved) + 4.0)
     assert costs.allreduce_s(8, 4, SIMPLE, "recursive") == pytest.approx(min(tree, halved) + 1.5)
@@ -114,7 +116,10 @@ def test_allreduces_that_are_relayed_by_hand():
     # Digits other than zero of 0 to 16: 12 in the first place, 12 in the second, 1 in the third.
     assert costs.relayed(65536, 17, 17)[:2] == (3 + 3 + 1 + 5, (25 + 16) * 3856)
     assert costs.relayed(262144, 16, 16) is None  # few bytes rather than few messages
-    assert costs.relayed(1024, 8, 8) is None
+    # Up to 8 ranks send each other whole vectors of up to 32 KiB together.
+    assert costs.relayed(8192, 4, 2) == (3, 3 * 8192, 4 * 8192)
+    assert costs.relayed(8193, 4, 2) is None
+    assert costs.relayed(1024, 8, 8) == (7, 7 * 1024, 8 * 1024)
     assert costs.relayed(4096, 16, 4) == (4, 15 * 4096, 16 * 4096)
     assert costs.relayed(4100, 16, 4) is None  # ranks of a host combine first
     assert costs.allreduce_s(65536, 16, SIMPLE, "direct") == pytest.approx(

@@ -207,4 +207,5 @@ def test_closing_lines_say_what_to_try_next():
     assert "20 % of the last steps was waiting" in text and "a step exchanges 1.5 MB" in text
     assert "--exchange auto" in text and "more ranks" not in text
     assert "--exchange auto" not in trained("0.30 1500000 mixed", "")
+    assert "a step exchanges 102 MB" in trained("0.30 102400000 allreduce", "")
     assert "try next: more ranks" in trained("0.04 1500000 allreduce", "0.01 1500000 allreduce")

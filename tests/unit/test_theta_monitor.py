@@ -17,8 +17,9 @@ from tfscale.launcher.cli import main
 from tfscale.measure.theta import write_report
 
 
-def train(folder, *callbacks, every=3):
+def train(folder, *callbacks, every=3, at_once=1):
     model, data = make_model(keras.optimizers.SGD(0.05)), make_data()
+    model.steps_per_execution = at_once
     monitor = ThetaMonitor(folder, every)
     try:
         history = model.fit(data, epochs=4, verbose=0, callbacks=[*callbacks, monitor]).history
@@ -56,12 +57,26 @@ def test_theta_is_that_of_the_losses_and_parameters(tmp_path, every):
     assert f"at update {peak['update']}" in (tmp_path / "theta.md").read_text()
 
 
-def test_a_resumed_run_has_the_record_of_an_undisturbed_one(tmp_path):
+def test_the_last_execution_may_have_fewer_steps(tmp_path):
+    """8 steps in an epoch, three at a time: 3, 3 and 2."""
+    _, _, singles = train(tmp_path / "one", every=1)
+    _, _, rows = train(tmp_path / "three", every=2, at_once=3)
+    updates = [epoch + n for epoch in (0, 8, 16, 24) for n in (3, 6, 8)]
+    assert [row["update"] for row in rows] == updates
+    for row, before in zip(rows, [0, *updates], strict=False):
+        own = [single["loss"] for single in singles[before : row["update"]]]
+        assert row["loss"] == pytest.approx(np.mean(own), rel=1e-4)
+
+
+@pytest.mark.parametrize("every", [3, 15])
+def test_a_resumed_run_has_the_record_of_an_undisturbed_one(every, tmp_path):
+    """The epoch that is trained again has 8 updates: it may have none that is recorded."""
     keras.config.set_floatx("float32")
-    _, _, expected = train(tmp_path / "whole")
+    _, whole, expected = train(tmp_path / "whole", every=every)
     backup = str(tmp_path / "backup")
-    train(tmp_path / "cut", BackupAndRestore(backup), InterruptAt(2, 1))
-    assert train(tmp_path / "cut", BackupAndRestore(backup))[2] == expected
+    train(tmp_path / "cut", BackupAndRestore(backup), InterruptAt(2, 1), every=every)
+    _, history, rows = train(tmp_path / "cut", BackupAndRestore(backup), every=every)
+    assert rows == expected and history["theta"] == whole["theta"][-2:]
 
 
 def test_reports_are_written_again_from_the_record(tmp_path, capsys):

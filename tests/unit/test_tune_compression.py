@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from tfscale.config import ConfigError
 from tfscale.files import write_json_lines
 from tfscale.launcher import cli, tune
 from tfscale.measure.compression import read_steps, write_report
@@ -43,9 +44,13 @@ def test_a_higher_loss_is_lost_and_one_seed_has_no_error(tmp_path):
     probes = [probe("none", 1, 0.5, "val_loss"), probe("bf16", 1, 0.6, "val_loss")]
     rows = cells(write_report(probes, str(tmp_path), {}))
     assert rows[1][-2:] == ["0.1000", "nan"]
+    for metric, lost in (("mae", "0.1000"), ("val_psnr", "-0.1000")):
+        probes = [probe("none", 1, 0.5, metric), probe("bf16", 1, 0.6, metric)]
+        assert cells(write_report(probes, str(tmp_path), {}))[1][-2] == lost
     # Nothing was trained, or nothing to compare with.
     assert cells(write_report([REFUSED], str(tmp_path), {}))[0][1] == "refused"
-    assert cells(write_report([REFUSED, probe("none", 1, 0.5)], str(tmp_path), {}))[1][-2] == "nan"
+    alone = [REFUSED, probe("none", 1, 0.5), probe("none", 2, math.nan)]
+    assert cells(write_report(alone, str(tmp_path), {}))[1][-2:] == ["nan", "nan"]
 
 
 def test_steps_are_those_of_the_second_half(tmp_path):
@@ -80,9 +85,23 @@ def test_each_seed_trains_with_each_compression_that_is_not_refused(tmp_path, mo
     assert made["command"].endswith(f"--seeds=2 --start-step=9 {script} --own")
 
 
-def test_what_cannot_be_compared_is_refused(capsys):
-    for words in ("--compressions=none,int9", "--compressions=none,none", "--seeds=0"):
+def test_what_was_trained_is_kept_if_a_later_training_fails(tmp_path, monkeypatch, capsys):
+    def run_probe(ranks, settings, options):
+        if settings["compression"] == "int8":
+            raise ConfigError("The script must train. Received: exit code 1.")
+        return probe(settings["compression"], settings["seed"], 0.5)
+
+    monkeypatch.setattr(tune, "_run_probe", run_probe)
+    words = ["tune", "compression", "--compressions=none,bf16,int8", f"--output={tmp_path / 'new'}"]
+    assert cli.main([*words, "train.py"]) == 2
+    assert "| bf16 " in capsys.readouterr().out and (tmp_path / "new/compression.json").exists()
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    options = ("--compressions=none,int9", "--compressions=none,none", "--seeds=0")
+    for words in (*options, "-H=elsewhere:2", f"--output={tmp_path / 'file'}"):
         assert cli.main(["tune", "compression", words, "train.py"]) != 0
         name, _, value = words.partition("=")
         told = capsys.readouterr().err
-        assert f"{name} must be" in told and value in told
+        assert f"{name} must" in told and value in told

@@ -192,8 +192,7 @@ class Checkpoint(Callback):
         if self.session.is_given_up:
             return
         before = self._position.n_steps
-        step = steps_until(self.model, batch)  # Keras counts the last execution as full
-        step = min(step, int((self.params or {}).get("steps") or step))
+        step = steps_until(self.model, batch, self.params)
         self._position.n_steps += step - self._position.step
         self._position.step = step
         is_due = self._schedule.is_due_after_steps(before, self._position.n_steps)

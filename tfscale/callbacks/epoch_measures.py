@@ -61,6 +61,10 @@ class EpochMeasures:
         self._guard = MemoryGuard()
         self._origin: list[np.ndarray] | None = None
         self._first_cost = math.nan  # this rank's
+        self.forget_norms()
+
+    def forget_norms(self) -> None:
+        """Leave out the gradient norms of the steps so far."""
         if self._norms is not None:
             self._norms.reset()
 
@@ -92,8 +96,7 @@ class EpochMeasures:
             "fits": larger is None or self._guard.fits(batch.local, larger),
             "norms": self._norms.values() if self._norms is not None else None,
         }
-        if self._norms is not None:
-            self._norms.reset()
+        self.forget_norms()
         every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
         norms = [e["norms"] for e in every]
         squares, steps = norms[0][1:] if norms[0] else (math.nan, 1)

@@ -169,11 +169,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """End the warm-up, if this was its last epoch."""
-        if epoch + 1 == self.end_epoch and self.model.steps_per_execution > 1:
+        is_last = self.end_epoch is not None and epoch < self.end_epoch <= epoch + 1
+        if is_last and self.model.steps_per_execution > 1:
             # Its last batch had the rate of the first one of its execution.
             self._set_rate_of_batch(self._steps() - 1)
         super().on_epoch_end(epoch, logs)
-        if self.verbose and epoch + 1 == self.end_epoch and runtime.rank() == 0:
+        if self.verbose and is_last and runtime.rank() == 0:
             rate = self._rate.value()
             print_msg(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class ThetaMonitor(Callback):
         self._n_updates = self._count()  # at the last record
         state = self.take_backup()
         self._peak: dict[str, Any] | None = state.get("peak")
+        self._theta = state.get("theta", math.nan)
+        self._size: int | None = None  # of the batches since the last record
         if state:
             self._measures.restore(state["measures"], state.get("arrays", []))
             self._now = self._before = tuple(state["pending"])
@@ -94,6 +97,10 @@ class ThetaMonitor(Callback):
         """Keep the first parameters."""
         super().on_train_batch_begin(batch, logs)
         self._measures.begin_batch(self.model, is_first=False)
+        size = getattr(self.session.data, "batch_size", None)
+        if self._size not in (None, size):  # norms of gradients of two sizes cannot be added
+            self._measures.forget_norms()
+        self._size = size
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Record theta if it is due."""
@@ -101,7 +108,8 @@ class ThetaMonitor(Callback):
         if self.is_void:
             return
         self._measures.end_batch(logs)
-        n = steps_until(self.model, batch)  # of the epoch; the loss in the logs is their mean
+        # Of the epoch; the loss in the logs is their mean.
+        n = steps_until(self.model, batch, self.params)
         self._now = self._before[0] + n, self._before[1] + n * float((logs or {})["loss"])
         every = self.every_n_updates
         if every and self._count() // every > self._n_updates // every:
@@ -124,8 +132,10 @@ class ThetaMonitor(Callback):
         (now, total), (before, earlier) = self._now, self._recorded
         self._recorded, self._n_updates = self._now, self._count()
         data = self.session.data
-        size = data.batch_size if isinstance(data, GlobalBatches) else None
-        batch = EpochBatch(size or runtime.size(), None, False)
+        is_known = isinstance(data, GlobalBatches)
+        size = data.batch_size if is_known else None
+        has_surplus = is_known and data.has_surplus_ranks
+        batch = EpochBatch(size or runtime.size(), None, has_surplus)
         loss = (total - earlier) / (now - before)
         found = self._measures.end_epoch(self.model, {"loss": loss}, batch)
         self._theta = theta_of(found.first_cost, found.cost, found.distance)
@@ -154,4 +164,4 @@ class ThetaMonitor(Callback):
         # Since the last record: negative if that was made within the epoch.
         pending = [now - then for now, then in zip(self._before, self._recorded, strict=True)]
         state = {"measures": measures, "arrays": origin, "n_updates": self._n_updates}
-        return {**state, "peak": self._peak, "pending": pending}
+        return {**state, "peak": self._peak, "theta": self._theta, "pending": pending}

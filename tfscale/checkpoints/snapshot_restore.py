@@ -519,6 +519,8 @@ class Restore:
         n_fit = collectives.allreduce(np.int64(fits), op=Sum, name="restored averages")
         if int(n_fit) == runtime.size():
             average.restore(kept)
+            if self._reader.info["is_end"]:  # the weights hold the average of all groups
+                average.start_from_here()
             return
         average.average_now()
         average.start_from_here()

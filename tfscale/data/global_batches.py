@@ -16,7 +16,8 @@ from tfscale.config import ConfigError, check_integer
 from tfscale.data.slices import BatchSlices, StepCount, check_slices, count_active
 from tfscale.data.sources import ArraySource, RecordSource, weighted
 from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights, leave_untuned
-from tfscale.internals.stack import current_pass
+from tfscale.internals.stack import KerasPass, current_pass
+from tfscale.internals.traits import own_of
 
 logger = logging.getLogger("tfscale")
 
@@ -170,12 +171,20 @@ class GlobalBatches(keras.utils.PyDataset):
     @batch_size.setter
     def batch_size(self, value: int) -> None:
         value = check_integer("batch_size", value, 1)
+        is_put_back = self._kept is not None and current_pass().caller is None
+        if self._kept is not None and is_put_back:  # what an interrupted `fit` has left ends here
+            self._has_surplus_ranks, self._open = self._kept[1], None
         if self._is_ready():
             self._slices(value)
         self._batch_size = value
-        if current_pass().caller is None:
-            self._kept = None  # drop the settings saved by an interrupted `fit`
+        if is_put_back:
+            self._kept = None
         self._refresh_if_idle()
+
+    @property
+    def has_surplus_ranks(self) -> bool:
+        """Whether fewer ranks than there are may share a batch (`active_ranks="grow"`)."""
+        return self._has_surplus_ranks
 
     @property
     def epoch(self) -> int:
@@ -231,7 +240,9 @@ class GlobalBatches(keras.utils.PyDataset):
     @property
     def num_batches(self) -> StepCount:
         """Number of steps of an epoch on this rank: an integer that follows `batch_size`."""
-        current_pass().keep_order()
+        caller = current_pass()
+        caller.keep_order()
+        self._leave_broken_fit(caller)
         self._present()
         return self._steps
 
@@ -257,6 +268,7 @@ class GlobalBatches(keras.utils.PyDataset):
         """Start a pass; a training pass applies changed settings."""
         caller = current_pass()
         caller.keep_order()
+        self._leave_broken_fit(caller)
         leave_untuned(caller.epochs)
         if caller.caller == "predict":
             self._require_each_in_order()
@@ -283,6 +295,12 @@ class GlobalBatches(keras.utils.PyDataset):
         if self._training is not None and self._training() is caller:
             self._training = None
             self._number += 1
+
+    def _leave_broken_fit(self, caller: KerasPass) -> None:
+        """Put back what an interrupted `fit` has left, unless this one sets the batch size, too."""
+        callbacks = caller.callbacks if caller.fit is None else caller.fit.callbacks
+        if caller.caller is not None and not any(c.sets_batch_size for c in own_of(callbacks)):
+            put_back_settings(self)
 
     def _refresh_if_idle(self) -> None:
         if self._is_ready() and current_pass().caller is None:

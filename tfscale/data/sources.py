@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices, epoch_order
-from tfscale.internals.keras import drawn_with, inputs_of
+from tfscale.internals.keras import drawn_with, inputs_of, is_unordered
 
 logger = logging.getLogger("tfscale")
 
@@ -141,6 +141,11 @@ def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
         step = steps.pop()
         steps.extend(inputs_of(step))
         own = drawn_with(step)
+        if is_unordered(step):
+            raise ConfigError(
+                "dataset must give the same order on all ranks and in each pass. Received: a "
+                f"{type(step).__name__} with deterministic=False. Leave that argument out."
+            )
         if own == (0, 0):
             raise ConfigError(
                 "dataset must give the same order on all ranks and in each pass. Received: a "

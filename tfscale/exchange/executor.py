@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -31,7 +31,12 @@ from tfscale.exchange.shards import Shards, name_of
 from tfscale.internals.keras import layers_of
 from tfscale.plan.buckets import GradientSpec
 
-Observer = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], None]
+
+class Observer(Protocol):
+    """Looks at the gradients of each step while they are exchanged."""
+
+    def observe(self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Take this rank's gradients, the reduced ones, and their variables, in the step."""
 
 
 @dataclass
@@ -72,8 +77,8 @@ class Executor:
         is_quantized = isinstance(options.compression, LossyCompressor)
         self.residuals = Residuals(options.compression) if is_quantized else None
         self.dense = DenseCalls(options)
-        # Called in the step with own and reduced gradients and their variables.
-        self.observer: Observer | None = None
+        # An observer ends with the callback that made it.
+        self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._given = (strategy, process_set)
         self._scale_local_gradients = scale_local_gradients
         self._local: list[Any] = []
@@ -227,8 +232,8 @@ class Executor:
             reduced, arrived, updates = self._run(own, chosen)
             for i, gradient in zip(shared, reduced, strict=True):
                 results[i] = gradient
-            if self.observer is not None:
-                self.observer(own, reduced, chosen)
+            for observer in self.observers:
+                observer.observe(own, reduced, chosen)
         if self.shards is None:
             return Reduced(results, list(variables), list(variables), arrived, updates)
         return replace(self._on_pieces(results, variables, arrived), residuals=updates)

@@ -25,7 +25,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -319,9 +319,14 @@ def saves_after(point: Any, batch: int) -> bool:
 # Keras's iterator of epochs, which serves the batches of one `fit`.
 
 
-def steps_until(model: keras.Model, batch: int) -> int:
-    """Return the number of steps of an epoch so far, given the batch of `on_train_batch_end`."""
-    return batch + (1 if _HAS_LAST_STEP else model.steps_per_execution)
+def steps_until(model: keras.Model, batch: int, params: Mapping[str, Any] | None = None) -> int:
+    """Return the number of steps of an epoch so far, given the batch of `on_train_batch_end`.
+
+    Keras counts the last execution of several steps as a full one. With a callback's `params` the
+    number of steps is exact, where Keras knows that of an epoch.
+    """
+    reached = batch + (1 if _HAS_LAST_STEP else model.steps_per_execution)
+    return min(reached, int((params or {}).get("steps") or reached))
 
 
 def batch_spec_of(epochs: Any) -> Any:
@@ -437,3 +442,15 @@ def drawn_with(dataset: tf.data.Dataset) -> tuple[int, int] | None:
     if is_renewed or getattr(dataset, "_rerandomize", False):
         return 0, 0
     return int(dataset._seed), int(dataset._seed2)
+
+
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """Return whether this step of a dataset was made with `deterministic=False`."""
+    told = getattr(dataset, "_deterministic", "")
+    if "ParallelInterleave" not in type(dataset).__name__:
+        return told == "false"
+    # Such a step keeps the argument in its graph alone.
+    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    text = dataset._as_serialized_graph(external_state_policy=policy).numpy()
+    nodes = tf.compat.v1.GraphDef.FromString(text).node
+    return any(node.attr["deterministic"].s == b"false" for node in nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.comm import mpi_files
-from tfscale.config import PREEMPTED
+from tfscale.config import PREEMPTED, ConfigError
 from tfscale.launcher.mpi_command import end_processes, find_processes, new_job, set_death_signal
 from tfscale.launcher.reports import Report, ReportReader, describe_errors, describe_training
 
@@ -24,8 +25,12 @@ _LOOK_S = 0.1
 _COLLECT_S = 0.3
 _COLLECT_CAUSE_S = 2.0
 _COLLECT_LEAVING_S = 20.0
-# Seconds after the end of all ranks, until processes that keep the launcher waiting are ended.
+# Seconds after the end of all ranks, until processes that keep the launcher waiting are ended, and
+# until the launcher itself is, which may wait for such processes on other hosts.
 _PIPES_S = 1.0
+_LAUNCHER_S = 15.0
+# Seconds that srun has to end its ranks on all hosts.
+_SRUN_S = 10.0
 
 
 class StopRequest:
@@ -112,15 +117,22 @@ class _Launcher:
         self._may_kill = may_kill
         self._job, marked = new_job(environ)
         self._ended_at: float | None = None
+        self._has_outlived_ranks = False
         # In a session of its own Ctrl-C reaches the launcher once, through this process.
-        self.process = subprocess.Popen(
-            list(command),
-            env=marked,
-            stdin=_input(),
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=lambda: set_death_signal(signal.SIGKILL if may_kill else signal.SIGTERM),
-        )
+        try:
+            self.process = subprocess.Popen(
+                list(command),
+                env=marked,
+                stdin=_input(),
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=lambda: set_death_signal(signal.SIGKILL if may_kill else signal.SIGTERM),
+            )
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"The program that starts ranks must be installed. Received: no {command[0]} on "
+                "PATH. Use --slurm in an allocation, and leave it out elsewhere."
+            ) from error
         assert self.process.stderr is not None
         sys.stderr.flush()
         self.reader = ReportReader(self.process.stderr.fileno(), 2, is_quiet)
@@ -130,7 +142,9 @@ class _Launcher:
         is_told = False
         while True:
             try:
-                return self.process.wait(timeout=_LOOK_S)
+                code = self.process.wait(timeout=_LOOK_S)
+                # Killed after the end of all ranks, whose reports count.
+                return 0 if self._has_outlived_ranks else code
             except subprocess.TimeoutExpired:
                 pass
             if stop.first is not None and not is_told:
@@ -156,6 +170,10 @@ class _Launcher:
 
     def _kill(self) -> None:
         files = mpi_files.used_by(find_processes(self._job))
+        if not self._may_kill:  # at SIGTERM srun ends its ranks, on all hosts
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_SRUN_S)
         self.process.kill()
         mpi_files.remove(files)
 
@@ -175,17 +193,22 @@ class _Launcher:
             )
             end_processes(self._job, keep=self._is_launcher)
             self._ended_at = time.monotonic()
-        elif waited_s > 2 * _PIPES_S and self.reader.has_other_hosts():
+        elif waited_s > _LAUNCHER_S and self.reader.has_other_hosts():
             sys.stderr.write(
                 "tfscale: all ranks have ended, and the launcher waits for what one of them left "
                 "on another host. The job ends.\n"
             )
+            self._has_outlived_ranks = True
             self._kill()
 
     def _is_launcher(self, pid: int) -> bool:
-        """Return whether a process is the launcher, its proxy here, or the one beside a rank."""
+        """Return whether a process is the launcher or its proxy here, or the one beside a rank.
+
+        A launcher's own processes, such as its ssh to each host, are children of it.
+        """
         own = {self.process.pid, *self.reader.pids_beside()}
-        return pid in own or "proxy" in Path(_command_of(pid).partition(" ")[0]).name
+        is_proxy = "proxy" in Path(_command_of(pid).partition(" ")[0]).name
+        return pid in own or is_proxy or _parent_of(pid) == self.process.pid
 
     def end(self, grace_s: float) -> None:
         """End every process of the job on this host."""
@@ -203,6 +226,15 @@ def _command_of(pid: int) -> str:
     except OSError:
         return ""
     return words.decode(errors="replace").strip()[:80]
+
+
+def _parent_of(pid: int) -> int | None:
+    """Return the id of a process's parent; None where it has ended."""
+    try:
+        # The name before it, in brackets, may hold spaces.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def run_attempt(

@@ -23,6 +23,8 @@ _WRITING = {
     *("print", "summary", "save", "save_weights", "export", "savefig", "show", "plot_model"),
     *("to_csv", "to_json", "to_pickle", "savez", "savetxt", "dump", "save_model", "imsave"),
 }
+# What all ranks must call, wherever it stands.
+_OF_ALL = {"fit", "train_on_batch"}
 _BY_HAND = {
     "train_on_batch": "give each rank its rows of the batch (docs/data.md)",
     "GradientTape": "use tfscale.DistributedGradientTape and tfscale.broadcast_variables",
@@ -217,12 +219,17 @@ class _Script:
         self._edits.change(at, at, f", {text}" if ends else text)
 
     def _remove(self, call: ast.Call) -> None:
-        """Remove the arguments of a `fit` that GlobalBatches take, with the comma before them."""
+        """Remove the arguments of a `fit` that GlobalBatches take, with a comma each."""
         arguments = [*call.args, *call.keywords]
-        for before, node in zip([call.func, *arguments], arguments, strict=False):
-            is_taken = node in call.args[1:] or getattr(node, "arg", "") in _MOVED_TO_DATA
-            if is_taken and before is not call.func:
-                self._edits.change(self._edits.span(before)[1], self._edits.span(node)[1], "")
+        taken = [n in call.args[1:] or getattr(n, "arg", "") in _MOVED_TO_DATA for n in arguments]
+        first = taken.index(False)  # x at the latest
+        if first:
+            begin = self._edits.span(arguments[0])[0]
+            self._edits.change(begin, self._edits.span(arguments[first])[0], "")
+        for i in range(first + 1, len(arguments)):
+            if taken[i]:
+                begin = self._edits.span(arguments[i - 1])[1]
+                self._edits.change(begin, self._edits.span(arguments[i])[1], "")
 
     # Statements.
 
@@ -248,6 +255,11 @@ class _Script:
 
     def _guard_statement(self, statement: ast.Expr, was_guarded: bool) -> bool:
         indent, at = self._edits.indent(statement), self._edits.span(statement)[0]
+        collective = next((c for c in _calls(statement) if _last_name(c.func) in _OF_ALL), None)
+        if collective is not None:
+            name = _last_name(collective.func)
+            self._note(statement, f"every rank does this; put {name} in a line of its own")
+            return False
         if indent is None:
             self._note(statement, f"every rank does this; put it below `if {_RANK_ZERO}:`")
             return False

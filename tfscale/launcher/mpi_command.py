@@ -249,21 +249,33 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def is_this_host(name: str) -> bool:
+    """Return whether a name in a list of hosts is that of this one."""
+    return name in ("", "localhost", "127.0.0.1", socket.gethostname())
+
+
+# Host files that mpiexec reads although no option names them.
+_HOST_FILES = (
+    *("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE"),
+    *("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"),
+)
+
+
 def has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
     """Return whether the user or a scheduler may place ranks on other hosts.
 
-    mpiexec itself reads the host lists of PBS, LSF and Grid Engine.
+    mpiexec itself reads the host lists of PBS, LSF and Grid Engine, and files named by variables.
     """
     if spec.hosts:
-        here = ("", "localhost", "127.0.0.1", socket.gethostname())
-        return any(name not in here for name, _ in spec.hosts)
+        return not all(is_this_host(name) for name, _ in spec.hosts)
     hosts = set(environ.get("LSB_MCPU_HOSTS", "").split()[::2])  # "host1 2 host2 2"
     for name in ("PBS_NODEFILE", "PE_HOSTFILE"):
         with contextlib.suppress(OSError):  # not in such a job, or not on its first host
             lines = Path(environ.get(name, "")).read_text().splitlines()
             hosts |= {line.split()[0] for line in lines if line.strip()}
     is_one = environ.get("SLURM_JOB_NUM_NODES", "1") == "1" and len(hosts) <= 1
-    return spec.is_slurm or bool(spec.hostfile) or not is_one
+    has_file = bool(spec.hostfile) or any(environ.get(name) for name in _HOST_FILES)
+    return spec.is_slurm or has_file or not is_one
 
 
 def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:

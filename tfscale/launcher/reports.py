@@ -157,13 +157,15 @@ def describe_training(reports: Sequence[Report]) -> str:
         return ""
     waiting = statistics.mean(float(share) for share, *_ in trained)
     _, step_bytes, exchange = trained[0]
+    sent = int(step_bytes) / 1e6
+    shown = f"{sent:.0f}" if sent >= 10 else f"{sent:.2g}"
     advice = "more ranks"
     if waiting >= _LITTLE_WAITING:
         auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (--exchange auto), '
         advice = f"{auto}compression=tfscale.Compression.bf16, larger batches"
     return (
         f"tfscale: {100 * waiting:.0f} % of the last steps was waiting for communication; a step "
-        f"exchanges {int(step_bytes) / 1e6:.2g} MB.\n"
+        f"exchanges {shown} MB.\n"
         f"tfscale: what to try next: {advice} (docs/exchanges.md, `tfscale tune`).\n"
     )
 

@@ -162,7 +162,7 @@ class Job:
         ours = {RESTART_VARIABLE: str(self._n_restarts)}
         if self._is_quiet:
             ours[_LOG_LEVEL] = "1"
-        if len(hosts) > 1 or spec.hostfile or spec.is_slurm:
+        if mpi_command.has_other_hosts(spec, present):
             ours[BEAT_VARIABLE] = "1"
         if self._stop_signal != signal.SIGTERM:
             ours[STOP_VARIABLE] = self._stop_signal.name

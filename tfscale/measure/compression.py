@@ -25,6 +25,17 @@ def read_steps(folder: Path) -> dict[str, float]:
     }
 
 
+# Metrics of Keras that are better the lower they are; their names often stand for them.
+_LOWER_IS_BETTER = (
+    *("loss", "error", "hinge", "poisson", "divergence", "entropy", "perplexity"),
+    *("mae", "mse", "rmse", "mape", "msle", "cosh"),
+)
+
+
+def _is_better_lower(metric: str) -> bool:
+    return any(word in metric.lower() for word in _LOWER_IS_BETTER)
+
+
 def write_report(probes: Sequence[dict[str, Any]], folder: str, made: Mapping[str, str]) -> str:
     """Return a table in Markdown; write `compression.json` and, with matplotlib, a picture.
 
@@ -37,11 +48,12 @@ def write_report(probes: Sequence[dict[str, Any]], folder: str, made: Mapping[st
     trained = {name: runs for name, runs in own.items() if runs[0] not in refused}
     metric = next((p["metric"] for p in probes if p not in refused), "")
     base = {p["seed"]: p.get("value", math.nan) for p in own[probes[0]["compression"]]}
-    sign = 1 if "loss" in metric or "error" in metric else -1
+    sign = 1 if _is_better_lower(metric) else -1
     rows = {name: ["refused", *[""] * 5] for name in own}
     for name, runs in trained.items():
-        lost = [sign * (p["value"] - base[p["seed"]]) for p in runs]
-        error = statistics.stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else math.nan
+        lost = [sign * (p["value"] - base.get(p["seed"], math.nan)) for p in runs]
+        is_known = len(lost) > 1 and all(map(math.isfinite, lost))
+        error = statistics.stdev(lost) / len(lost) ** 0.5 if is_known else math.nan
         means = [f"{statistics.mean(p[key] for p in runs):.4g}" for key in (*_STEPS, "value")]
         rows[name] = [str(len(runs)), *means, f"{statistics.mean(lost):.4f}", f"{error:.4f}"]
     head = ["compression", "seeds", *_STEPS, metric, "lost", "± standard error"]

@@ -484,7 +484,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             return ""
         if self._self_groups is not None or not trains_all(model):
             return "the model's parameters are not updated by one optimizer alone"
-        if executor.observer is not None:
+        if executor.observers:
             return "gradients are looked at while they are exchanged"
         if runtime.backend().name == "horovod":
             return "Horovod moves the bytes"

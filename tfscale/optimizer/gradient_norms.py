@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,8 +58,8 @@ class GradientNorms:
                 f"{runtime.size()} ranks. Use exchange='allreduce' or 'chunked' on all ranks, or "
                 "signal='theta'."
             )
-        scale = 1 if executor.options.op == Average else executor.process_set.size()
-        executor.observer = functools.partial(self._add, scale)
+        self._scale = 1 if executor.options.op == Average else executor.process_set.size()
+        executor.observers.add(self)
         model.train_function = None  # a function traced before would not observe them
 
     def reset(self) -> None:
@@ -75,12 +74,11 @@ class GradientNorms:
         """Resume from a result of `values`."""
         self._sums.assign(values)
 
-    def _add(
-        self, scale: int, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]
-    ) -> None:
+    def observe(self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Add the norms of a step."""
         chosen = [i for i, variable in enumerate(variables) if use_of(variable) == "plain"]
         local = _square([own[i] for i in chosen])
-        mean = _square([reduced[i] for i in chosen]) / scale**2
+        mean = _square([reduced[i] for i in chosen]) / self._scale**2
         values = tf.stack([local, mean, tf.ones((), tf.float64)])
         self._sums.assign_add(
             tf.where(tf.reduce_all(tf.math.is_finite(values)), values, tf.zeros_like(values))

@@ -15,7 +15,8 @@ from tfscale.plan.machines import LayerTimes, Link, Machine
 # Algorithms that sum whole gradients, see `allreduce_s`.
 Algorithm = Literal["direct", "recursive", "mpi"]
 # As in custom_ops/comm/reduction.cc.
-_FEW_RANKS, _SHARED_HOST_BYTES, _MESSAGE_BYTES, _RADIX = 8, 4096, 5000, 4
+_FEW_RANKS, _FEW_RANKS_BYTES = 8, 32 * 1024
+_SHARED_HOST_BYTES, _MESSAGE_BYTES, _RADIX = 4096, 5000, 4
 
 
 def transfer_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
@@ -28,7 +29,7 @@ def transfer_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
 
 
 class Relayed(NamedTuple):
-    """Messages and bytes of one rank in an allreduce that passes other ranks."""
+    """Messages and bytes of one rank in an allreduce that sends whole vectors, or relays them."""
 
     n_messages: int
     sent_bytes: float
@@ -36,15 +37,16 @@ class Relayed(NamedTuple):
 
 
 def relayed(n_bytes: float, n_ranks: int, n_hosts: int) -> Relayed | None:
-    """Return the messages and bytes of an allreduce that is relayed; None if ranks send directly.
+    """Return the messages and bytes of a short allreduce; None if segments go to their owners.
 
     The choice is that of `BestWay` in custom_ops/comm/reduction.cc, whose constants do not depend
     on the machine: few messages for short vectors, few bytes for long ones.
     """
-    if n_ranks <= _FEW_RANKS:
-        return None
-    rounds = math.ceil(math.log2(n_ranks))
+    has_few = n_ranks <= _FEW_RANKS  # each sends its vector to every other one
+    rounds = n_ranks - 1 if has_few else math.ceil(math.log2(n_ranks))
     whole = Relayed(rounds, (n_ranks - 1) * n_bytes, n_ranks * n_bytes)
+    if has_few:
+        return whole if n_bytes * n_ranks <= _FEW_RANKS_BYTES else None
     if n_hosts < n_ranks:
         return whole if n_bytes <= _SHARED_HOST_BYTES else None
     block = math.ceil(n_bytes / n_ranks / BYTES_PER_VALUE) * BYTES_PER_VALUE
@@ -80,8 +82,8 @@ def allreduce_s(
 ) -> float:
     """Return the time of summing a vector over all ranks.
 
-    The engine's algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9, or
-    relays short vectors, see `relayed`;
+    The engine's algorithm "direct" sends each segment to the rank that sums it, [T] eq. 4.9; for
+    short vectors see `relayed`;
     "recursive" is the faster of a binomial tree, eq. 4.6, and Rabenseifner's algorithm, eq. 4.7;
     "mpi" is MPI's blocking allreduce: the same with `mpi_s_per_byte` for its sums in one thread.
     `link` is `machine.link` by default.

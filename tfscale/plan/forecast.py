@@ -199,7 +199,7 @@ def explain(scenario: Scenario, choice: Choice) -> str:
         n = part_of[number]
         own: list[str] = [parameter.name, f"{parameter.n_bytes / 1e3:.1f}"]
         own += [choice.plan.parts[n].kind, str(n + 1)]
-        fraction = parameter.n_values / table.layers[parameter.layer].n_values
+        fraction = parameter.n_values / max(1, table.layers[parameter.layer].n_values)
         for kind in parts.KINDS:
             if kind not in parts.kinds_for(table.layers[parameter.layer]):
                 own.append("-")

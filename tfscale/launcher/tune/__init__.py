@@ -6,9 +6,11 @@ TensorFlow is imported when a handler runs, and by the ranks that it starts.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.config import ConfigError, require
+from tfscale.launcher.mpi_command import is_this_host, parse_places, require_hosts, set_death_signal
 from tfscale.launcher.plan import read_input_shape, read_numbers
 
 _COMPRESSIONS = "none,bf16,int8,int4,low_rank"
@@ -59,6 +62,7 @@ def _tune_batch_size(options: argparse.Namespace) -> int:
     from tfscale.launcher.tune.scripts import measure_script
     from tfscale.measure.batch_size import write_report
 
+    _make_folder(options.output)
     made = _made("batch-size", options, ("sizes", "samples", "stages"))
     stages = measure_script(
         [options.script, *options.arguments],
@@ -105,6 +109,7 @@ def _tune_groups(options: argparse.Namespace) -> int:
     require(rate is None or rate > 0, "--learning-rate", "above 0", rate)
     if not Path(options.script).is_file():
         raise ConfigError(f"There must be a training script. Received: {options.script}.")
+    _make_folder(options.output)
     made = _made("groups", options, ("groups", "steps", "interval", "learning_rate", "rate_rule"))
     probes = []
     for groups in numbers:
@@ -117,6 +122,17 @@ def _tune_groups(options: argparse.Namespace) -> int:
     text = write_report(probes, options.output, made)
     sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
+
+
+def _make_folder(path: str) -> None:
+    """Make the folder of `--output`, before anything is measured."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--output must name a folder that can be written. Received: {path} ({error}). "
+            "Choose another folder."
+        ) from error
 
 
 def _made(name: str, options: argparse.Namespace, settings: Sequence[str]) -> dict[str, str]:
@@ -160,7 +176,9 @@ def _run_probe(ranks: int, settings: dict[str, Any], options: argparse.Namespace
             *(sys.executable, "-m", "tfscale.launcher.tune.scripts", json.dumps(settings)),
             *(options.script, *options.arguments),
         ]
-        done = subprocess.run(command, stdout=sys.stderr)
+        # The job ends where this process is ended.
+        end_too = functools.partial(set_death_signal, signal.SIGTERM)
+        done = subprocess.run(command, stdout=sys.stderr, preexec_fn=end_too)
         if done.returncode or not result.exists():
             raise ConfigError(
                 "The script must train with model.fit for all steps of a probe. Received: exit "
@@ -197,17 +215,25 @@ def _tune_compression(options: argparse.Namespace) -> int:
     fits = len({*names}) == len(names) and {*names} <= {*known}
     require(fits, "--compressions", f"different ones of {', '.join(known)}", options.compressions)
     require(options.seeds >= 1, "--seeds", "1 or more", options.seeds)
+    if options.hosts is not None:
+        first, _ = parse_places(require_hosts(options.hosts, "-H"))[0]
+        wanted = "hosts of which the first, where rank 0 writes the results, is this one"
+        require(is_this_host(first), "-H", wanted, options.hosts)
+    _make_folder(options.output)
     own = ("np", "hosts", "compressions", "seeds", "epochs", "start_step")
     made = _made("compression", options, own)
     probes: list[dict[str, Any]] = []
-    for seed, name in itertools.product(range(1, options.seeds + 1), names):
-        if not any(p["compression"] == name and "refused" in p for p in probes):
-            sys.stderr.write(f"Training with {name}, seed {seed} ...\n")
-            settings = {"start_step": options.start_step, "epochs": options.epochs}
-            settings |= {"compression": name, "seed": seed}
-            probes.append(_run_probe(options.np, settings, options))
-    text = write_report(probes, options.output, made)
-    sys.stdout.write(f"{text}Results are in {options.output}.\n")
+    try:
+        for seed, name in itertools.product(range(1, options.seeds + 1), names):
+            if not any(p["compression"] == name and "refused" in p for p in probes):
+                sys.stderr.write(f"Training with {name}, seed {seed} ...\n")
+                settings = {"start_step": options.start_step, "epochs": options.epochs}
+                settings |= {"compression": name, "seed": seed}
+                probes.append(_run_probe(options.np, settings, options))
+    finally:  # what was trained is kept if a later training fails
+        if probes:
+            text = write_report(probes, options.output, made)
+            sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
 
 
