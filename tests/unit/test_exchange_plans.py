@@ -71,6 +71,18 @@ def test_pieces_are_those_of_the_build(name):
         assert strategy.plan(table(**forms), GROUP).segments == built.segments
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("chosen", [{}, {"n_messages": 1}])
+def test_a_message_has_variables_of_one_device(name, chosen):
+    own = table(**DENSE)
+    placed = [replace(p, device=f"CPU:{i % 4 // 2}") for i, p in enumerate(own.parameters)]
+    plan = STRATEGIES[name].plan(replace(own, parameters=tuple(placed), **chosen), GROUP)
+    for indices in [part.indices for part in plan.parts] + [b.indices for b in plan.segments]:
+        assert len({placed[i].device for i in indices}) == 1
+    sent = [i for part in plan.parts for i in part.indices]
+    assert sorted(sent) == [0, 1, 2, 4, 5]
+
+
 def test_parts_are_in_the_order_of_back_propagation():
     plan = tfscale.Allreduce(bucket_mb=0).plan(table(**DENSE), GROUP)
     assert [part.indices for part in plan.parts] == [(5,), (4,), (2,), (1,), (0,)]

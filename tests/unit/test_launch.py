@@ -192,6 +192,8 @@ NCCL = Machine(n_gpus=4, has_horovod=True, has_nccl=True)
         (MPI, True, Machine(n_gpus=4, has_horovod=True), "engine"),
         (MPI, True, Machine(n_gpus=1, has_horovod=True, has_nccl=True), "engine"),
         (MPI, True, NCCL, "horovod"),
+        (Launch(0, 8, 0, 8, "mpich"), True, NCCL, "engine"),  # two ranks would share a GPU
+        (Launch(0, 4, 0, None, "mpich"), True, NCCL, "engine"),
         (GLOO, True, WITH_HOROVOD, "horovod"),
         (None, True, Machine(), "engine"),  # an mpi4py communicator was given
     ],

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import tfscale
+import tfscale.keras as hvd
 from tfscale.testing import (
     FakeRanks,
     RankResult,
@@ -45,6 +46,19 @@ def test_fake_ranks_exchange_and_what_they_raise_is_returned():
     assert tfscale.allgather_object(7) == [7] and tfscale.size() == 1  # as before
     with pretend_rank(1, 4):
         assert (tfscale.rank(), tfscale.size(), tfscale.local_size()) == (1, 4, 1)
+        assert (hvd.rank(), hvd.size()) == (1, 4)
+
+
+def test_fake_ranks_reduce_as_ranks_do():
+    def reduced(**options):
+        (first, second) = FakeRanks(2).run(lambda r: float(hvd.allreduce(2.0 + r, **options)))
+        assert first == second
+        return first
+
+    assert reduced() == 2.5 and reduced(op=hvd.Sum) == reduced(average=False) == 5.0
+    assert reduced(op=tfscale.Product) == 6.0
+    assert reduced(op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5) == 5.0
+    assert FakeRanks(2).run(lambda r: tfscale.allgather_object(r, "ranks")) == [[0, 1]] * 2
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,10 @@ def stamp_updates(variables: Sequence[Any]) -> None:
     if tf.executing_eagerly() or runtime.is_single() or not has_events():
         return
     graph = tf.compat.v1.get_default_graph()
-    own = {
-        handle.name: handle for handle in (graph.capture(raw_variable(v).handle) for v in variables)
-    }
+    raw = [raw_variable(v) for v in variables]
+    captured = [graph.capture(v.handle) for v in raw]
+    own = {handle.name: handle for handle in captured}
+    device = {handle.name: v.device for handle, v in zip(captured, raw, strict=True)}
     ops = [op for op in graph.get_operations() if has_slot(op)]
     if not ops:
         return
@@ -92,7 +93,10 @@ def stamp_updates(variables: Sequence[Any]) -> None:
         if handles and op.type != STAMP:
             groups.append([own.pop(handle.name) for handle in handles])
     plan = int(ops[0].get_attr("plan"))
-    for handles in filter(None, [*groups, list(own.values())]):
+    rest: dict[str, list[tf.Tensor]] = {}  # an operation takes variables of one device
+    for name, handle in own.items():
+        rest.setdefault(device[name], []).append(handle)
+    for handles in [*filter(None, groups), *rest.values()]:
         n_stamps += 1
         runtime.backend().stamp(handles, plan, -n_stamps)
     if n_stamps == len(groups) + bool(own):  # the first update of this function

@@ -28,7 +28,7 @@ from tfscale.exchange.plan import (
 )
 from tfscale.exchange.residuals import Residuals, Update
 from tfscale.exchange.shards import Shards, name_of
-from tfscale.internals.keras import layers_of
+from tfscale.internals.keras import device_of, layers_of
 from tfscale.plan.buckets import GradientSpec
 
 
@@ -175,6 +175,7 @@ class Executor:
                 v.dtype,
                 is_local=self.is_local(v),
                 is_whole=bool(why_uncut(v)),
+                device=device_of(v),
                 row_bucket=rows.get(i, -1),
             )
             for i, v in enumerate(variables)
@@ -366,7 +367,8 @@ def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
             f"Received: shape={values.shape} for {name_of(variable)}. Build the model first."
         )
     dtype = values.dtype.name
-    return Parameter(GradientSpec(name_of(variable), tuple(map(int, shape)), dtype), dtype, form)
+    spec = GradientSpec(name_of(variable), tuple(map(int, shape)), dtype)
+    return Parameter(spec, dtype, form, device=device_of(variable))
 
 
 def _changed(gradient: Any, change: Callable[[Any], Any]) -> Any:

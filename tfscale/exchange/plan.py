@@ -8,6 +8,7 @@ update in pieces and gather afterwards. `exchange.executor` executes it.
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,6 +90,7 @@ class Parameter:
     gradient: Gradient = "none"  # form of its gradient in the step that is traced
     is_local: bool = False  # whether its gradient stays on its rank
     is_whole: bool = False  # whether one rank must own all of it, if parameters are cut
+    device: str = ""  # of the variable
     # For a dense kernel that is cut between rows, and for its bias: the kernel's position; else -1.
     row_bucket: int = -1
 
@@ -115,7 +117,8 @@ class Table:
     def buckets(self, positions: Sequence[int], choose: ChooseBuckets) -> list[tuple[int, ...]]:
         """Return the positions of each message of dense gradients, in slot order.
 
-        `choose` returns the strategy's buckets, which are used unless the user chose messages.
+        `choose` returns the strategy's buckets, which are used unless the user chose messages. A
+        collective takes the variables of one device: buckets with those of several are split.
         """
         chosen = [self.parameters[i] for i in positions]
         specs = [replace(p.spec, dtype=p.wire_dtype) for p in chosen]
@@ -129,7 +132,13 @@ class Table:
             buckets = group_buckets(specs, runs)
         else:
             buckets = tuple(choose(specs))
-        return [tuple(positions[place] for place in bucket) for bucket in buckets]
+        found = []
+        for bucket in buckets:
+            parts: dict[str, list[int]] = {}
+            for place in bucket:
+                parts.setdefault(chosen[place].device, []).append(positions[place])
+            found += map(tuple, parts.values())
+        return found
 
 
 @dataclass(frozen=True)
@@ -441,6 +450,12 @@ def cut_parameters(
     They have up to `bucket_bytes`, or the variables of the given `paths`; see `build_segments`.
     The result depends only on facts that do not change during training, so a rank keeps its pieces.
     """
+    by_device: dict[str, list[int]] = {}
+    for i in positions:
+        by_device.setdefault(table.parameters[i].device, []).append(i)
+    if len(by_device) > 1:  # a collective takes the variables of one
+        parts = [cut_parameters(table, p, size, bucket_bytes, paths) for p in by_device.values()]
+        return tuple(sorted(itertools.chain(*parts), key=lambda bucket: bucket.indices))
     places = {i: place for place, i in enumerate(positions)}
     chosen = [table.parameters[i] for i in positions]
     whole = frozenset(place for place, p in enumerate(chosen) if p.is_whole)
@@ -452,7 +467,7 @@ def cut_parameters(
     # The kernel comes first, whatever the order of the variables.
     by_rows = [tuple(sorted(own, key=lambda p: p != places[k])) for k, own in rows.items()]
     specs = [p.spec for p in chosen]
-    groups = None if paths is None else places_of(specs, paths)
+    groups = None if paths is None else [g for g in places_of(specs, paths) if g]
     buckets = build_segments(specs, size, bucket_bytes, whole, by_rows, groups)
     return tuple(replace(b, indices=tuple(positions[p] for p in b.indices)) for b in buckets)
 

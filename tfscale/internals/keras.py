@@ -52,6 +52,11 @@ def raw_variable(variable: Any) -> Any:
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
+def device_of(variable: Any) -> str:
+    """Return the device of a variable; "" for a tensor that is a source of a tape."""
+    return getattr(raw_variable(variable), "device", "") if hasattr(variable, "handle") else ""
+
+
 def set_class(variable: keras.Variable, own_class: type) -> None:
     """Turn a variable into one of another class, which keeps its attributes."""
     variable.__class__ = own_class

@@ -20,10 +20,13 @@ TIMEOUT_S = 150.0
 @contextlib.contextmanager
 def _replaced(stand_ins: Mapping[str, Any]) -> Iterator[None]:
     """Replace names of modules of tfscale.comm, and those of tfscale that are the same."""
+    import tfscale.keras  # needs TensorFlow
+
     with contextlib.ExitStack() as stack:
         for place, stand_in in stand_ins.items():
             name = place.partition(".")[2]
-            for path in (f"tfscale.{name}", f"tfscale.comm.{place}")[not hasattr(tfscale, name) :]:
+            own = [module for module in (tfscale, tfscale.keras) if hasattr(module, name)]
+            for path in (f"tfscale.comm.{place}", *(f"{m.__name__}.{name}" for m in own)):
                 stack.enter_context(mock.patch(path, stand_in))
         yield
 
@@ -78,7 +81,7 @@ class FakeRanks:
                 thread.join()
         return results
 
-    def _exchange(self, item: Any, **_: Any) -> list[Any]:
+    def _exchange(self, item: Any, name: str | None = None, **_: Any) -> list[Any]:
         index = self._local.round
         self._local.round += 1
         with self._changed:
@@ -97,14 +100,30 @@ class FakeRanks:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
-    def _allreduce(self, tensor: Any, op: Any = None, **_: Any) -> Any:
-        every = np.stack([np.asarray(item) for item in self._exchange(tensor)])
-        by_op: dict[Any, Any] = {None: np.mean, tfscale.Average: np.mean, tfscale.Sum: np.sum}
-        by_op.update({tfscale.Max: np.max, tfscale.Min: np.min})
-        return by_op[op](every, axis=0)
+    def _allreduce(
+        self,
+        tensor: Any,
+        op: str | None = None,
+        *,
+        average: bool | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        **_: Any,
+    ) -> Any:
+        if average is not None or op is None:
+            op = tfscale.Sum if average is False else tfscale.Average
+        every = [prescale_factor * np.asarray(item) for item in self._exchange(tensor)]
+        reduce = {
+            tfscale.Average: np.mean,
+            tfscale.Sum: np.sum,
+            tfscale.Max: np.max,
+            tfscale.Min: np.min,
+            tfscale.Product: np.prod,
+        }[op]
+        return postscale_factor * reduce(np.stack(every), axis=0)
 
-    def _grouped_allreduce(self, tensors: Any, op: Any = None, **_: Any) -> list[Any]:
-        return [self._allreduce(tensor, op) for tensor in tensors]
+    def _grouped_allreduce(self, tensors: Any, *args: Any, **options: Any) -> list[Any]:
+        return [self._allreduce(tensor, *args, **options) for tensor in tensors]
 
     @contextlib.contextmanager
     def _played(self) -> Iterator[None]:

@@ -380,7 +380,11 @@ class EngineBackend(Backend):
         return self._ops.tfscale_merge(variables=handles, vectors=list(vectors), weight=factor)
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        self._ops.tfscale_await(variables=list(handles), is_write=is_write)
+        by_device: dict[str, list[tf.Tensor]] = {}
+        for handle in handles:  # an operation takes those of one device
+            by_device.setdefault(handle.device, []).append(handle)
+        for own in by_device.values():
+            self._ops.tfscale_await(variables=own, is_write=is_write)
 
     def num_pending(self) -> int:
         return self._library.call("num_pending")
