@@ -155,7 +155,7 @@ def main() -> None:
     text += ["the slowest rank's.", "", *([options.note, ""] if options.note else [])]
     text += [f"* Commit: {', '.join(commits)}", f"* Machine: {'; '.join(sorted(machines))}"]
     text += [f"* Load before and after: {', '.join(map(str, loads))}", "", "Made by:", "", "```"]
-    text += [f"python -m benchmarks overlap --rounds {1 + max(r['round'] for r in runs)}"]
+    text += dict.fromkeys(f"{' '.join(s['command'])} --output {options.results}" for s in made)
     text += [f"python -m benchmarks.overlap_tables {options.results} {options.output}", "```"]
     options.output.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
     print(lines_of(found))

@@ -67,7 +67,7 @@ def learning_curve(
             value = (baselines or {})[metric]
             axes.axhline(value, color="0.4", ls=":", label=f"corrupted input ({value:.1f})")
         _finish(axes, metric)
-    figure.suptitle(f"{path.parent.name}: {lines[-1]['seconds']:.0f} s of training")
+    figure.suptitle(f"{path.parent.name}: {lines[-1]['seconds']:.0f} s, with validation")
     figure.savefig(path, dpi=120)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from study_runs import Outcome, Study, command
 
-_SECONDS = ("exposed_s", "step_s")
+# Of a recorded step: waiting in back-propagation, in the forward pass (for parameters), and all.
+_SECONDS = ("exposed_s", "forward_wait_s", "step_s")
 # 95 % quantiles of Student's t with 1, 2, ... degrees of freedom; the last one stands for more.
 _T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
 
@@ -111,7 +112,7 @@ def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
     ]
     is_reached = len(numbers) == len(own)
     waits = [wait for outcome in own for wait in _waiting(outcome).values()]
-    exposed, total = (sum(wait[key] for wait in waits) for key in _SECONDS)
+    exposed, forward, total = (sum(wait[key] for wait in waits) for key in _SECONDS)
     return Summary(
         name=name,
         ranks=own[0].run.ranks,
@@ -123,7 +124,7 @@ def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
         epoch_s=statistics.mean(
             statistics.median(line["train_seconds"] for line in outcome.epochs) for outcome in own
         ),
-        exposed_share=exposed / total if total else None,
+        exposed_share=(exposed + forward) / total if total else None,
         more=[_known([f(o.epochs) for o in own]) for f in study.columns.values()],
     )
 
@@ -131,7 +132,9 @@ def _summary(study: Study, name: str, own: Sequence[Outcome]) -> Summary:
 def _waiting(outcome: Outcome) -> dict[str, dict[str, float]]:
     """Return the seconds of a run's recorded steps, and those in which ranks waited."""
     steps = [step for step in outcome.steps if "exposed_s" in step]
-    return {"waiting": {key: sum(s[key] for s in steps) for key in _SECONDS}} if steps else {}
+    if not steps:
+        return {}
+    return {"waiting": {key: sum(step.get(key, 0.0) for step in steps) for key in _SECONDS}}
 
 
 def _known(values: Sequence[float | None]) -> list[float] | None:

@@ -239,8 +239,9 @@ def _draw(rows: Sequence[Row], results: Mapping[str, Any], title: str, path: Pat
         for row in (row for row in rows if row.place == place):
             runs = trajectories(results, row.configuration, FLAGS.samples)
             steps = Measured({b: ms / 1e3 for b, ms in row.step_ms.items()}, {})
-            ends = [minutes_after(run, steps) for run in runs]
-            values = [[epoch.value for epoch in run] for run in runs]
+            n_epochs = min(map(len, runs))  # of all seeds
+            ends = [minutes_after(run, steps)[:n_epochs] for run in runs]
+            values = [[epoch.value for epoch in run[:n_epochs]] for run in runs]
             at = [statistics.mean(of) for of in zip(*ends, strict=True)]
             low, mean, high = (
                 [pick(of) for of in zip(*values, strict=True)]

@@ -15,7 +15,6 @@ from benchmarks.numbers import Spread, spread
 from benchmarks.rows import IN_TURN
 
 Key = tuple[str, str, str, str]
-_OTHERS = ("compute", "horovod", "keras", "mpi", "mpi4py", "mwms")  # systems that are not ours
 
 
 def medians(content: dict[str, Any]) -> dict[Key, Spread]:
@@ -59,8 +58,9 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> tuple
 
 def _is_ours(key: Key) -> bool:
     suite, _, case, system = key
-    # Suites in turn measure two systems in one run, as its cases.
-    return (case if suite in IN_TURN else system) not in _OTHERS
+    if suite in IN_TURN:  # two systems in one run, as its cases
+        return case != "keras"
+    return system.startswith("tfscale") or system == "in-step"
 
 
 def _missing(before: dict[Key, Spread], after: dict[Key, Spread], new: dict[str, Any]) -> list[str]:

@@ -51,6 +51,13 @@ def test_overhead_of_one_process_pairs_the_blocks():
         assert f"+10.0 % ({expected}+10.0..+10.0)" in text
 
 
+def test_blocks_of_fit_are_no_pairs():
+    where = {"suite": "fit", "group": "vgg", "system": "both", "round": 0, "n_ranks": 4}
+    samples = {"train_on_batch": [1.0] * 5, "fit": [1.0, 1.1, 1.2, 1.3, 1.4]}
+    runs = [{**where, "samples": samples, "session": "s", "commit": "abc"}]
+    assert "| +20.0 % |" in overhead_table(collect(runs, "fit"), "fit")
+
+
 def test_auto_is_the_headline_and_the_best_fixed_has_no_interval():
     horovod = _rounds("horovod", 2.0, 2.2, 2.4)
     auto, chunked = (_rounds(f"tfscale-{n}", s, s, s) for n, s in (("auto", 1.0), ("chunked", 0.5)))
@@ -167,6 +174,9 @@ def test_compare_tells_slower_from_noise():
     ("suite", "system", "case", "is_ours"),
     [
         ("step", "horovod", "vgg", False),
+        ("step", "ddp-fp16", "vgg", False),
+        ("collectives", "tcp", "allreduce", False),
+        ("step", "in-step", "vgg", True),
         ("single", "both", "tfscale", True),
         ("single", "both", "keras", False),
         ("report", "both", "without", True),

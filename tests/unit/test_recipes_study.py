@@ -54,7 +54,7 @@ def _outcome(name, seed, values, commit="abc", theta=None, batches=None, loss=1.
 
 def test_table_json_and_picture(study, runs, tmp_path):
     outcomes = study_runs.outcomes(study, tmp_path / "runs")
-    outcomes[1].steps.append({"exposed_s": 0.25, "step_s": 1.0})
+    outcomes[1].steps.append({"exposed_s": 0.125, "forward_wait_s": 0.125, "step_s": 1.0})
     for outcome in outcomes:
         outcome.made[0] |= {"machine": "2 cores", "load": "2.1"}
     assert "No times: 2.1 programs" in study_report.write(study, outcomes, tmp_path / "mine", "")

@@ -1,6 +1,8 @@
 """Minutes until an accuracy: trajectories of a study times measured steps."""
 
+import copy
 import json
+from pathlib import Path
 
 import pytest
 import time_to_accuracy
@@ -76,3 +78,17 @@ def test_table_json_and_picture(tmp_path, capsys):
     content = json.loads((tmp_path / "mine.json").read_text())
     assert content["rows"][0]["minutes"] == {"0.90": [60.0, 40.0], "0.92": [None, None]}
     assert (tmp_path / "mine.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_seeds_may_have_ended_earlier_than_others(tmp_path):
+    results = copy.deepcopy(RESULTS)
+    results["runs"][0]["epochs"].pop()
+    paths = [str(tmp_path / "results.json"), str(tmp_path / "benchmarks.json")]
+    for path, content in zip(paths, (results, BENCHMARKS), strict=True):
+        Path(path).write_text(json.dumps(content))
+    own = ["--pairs=growing=auto", "--cases=64=small,192=large", "--targets=0.90"]
+    with flagsaver.flagsaver():
+        rest = flags.FLAGS(["name", *paths, *own, f"--output={tmp_path / 'mine'}"])
+        time_to_accuracy.main(rest)
+    content = json.loads((tmp_path / "mine.json").read_text())
+    assert content["rows"][0]["minutes"] == {"0.90": [None, 40.0]}

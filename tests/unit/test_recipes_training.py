@@ -189,3 +189,32 @@ def test_mixed_precision_ends_in_float32_and_scales_the_loss_inside(precision):
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     assert is_scaled == (precision == "float16")
     tfscale.shutdown()
+
+
+def test_what_a_finished_run_would_resume_from_stays_until_its_model_is_saved(tmp_path):
+    FLAGS.run_dir, FLAGS.run_name, FLAGS.resume, FLAGS.epochs = str(tmp_path), "mine", True, 2
+    tfscale.init()
+    x, found = np.ones((16, 2), "float32"), []
+    for _ in range(2):  # as after an interruption between the end of training and the file
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(training.distributed(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"])
+        data = GlobalBatches(x, x[:, :1], batch_size=8)
+        found.append(training.fit(model, data, data, 8))
+        assert (tmp_path / "mine" / "backup").exists()
+    assert found[0]["epoch"] == 2 and found[0] == found[1]
+    training.save(model)
+    assert (tmp_path / "mine" / "model.keras").exists()
+    assert not (tmp_path / "mine" / "backup").exists()
+    tfscale.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--data div2k --images 9", "DIV2K is used as a whole. Received: --images 9"),
+        ("--data phantom --scale 3", "Phantom is restored, not enlarged. Received: --scale 3"),
+    ],
+)
+def test_flags_of_other_pictures_are_refused(words, told):
+    with _recipe("edsr", words.split()) as names, pytest.raises(SystemExit, match=told):
+        names["load_phantom" if "phantom" in words else "load_div2k"]()

@@ -132,7 +132,7 @@ class Table:
             buckets = group_buckets(specs, runs)
         else:
             buckets = tuple(choose(specs))
-        found = []
+        found: list[tuple[int, ...]] = []
         for bucket in buckets:
             parts: dict[str, list[int]] = {}
             for place in bucket:

@@ -113,7 +113,7 @@ class FakeRanks:
         if average is not None or op is None:
             op = tfscale.Sum if average is False else tfscale.Average
         every = [prescale_factor * np.asarray(item) for item in self._exchange(tensor)]
-        reduce = {
+        reduce: Any = {
             tfscale.Average: np.mean,
             tfscale.Sum: np.sum,
             tfscale.Max: np.max,
