@@ -60,7 +60,7 @@ endif
 
 # A few minutes: what most mistakes show in. Unit tests side by side, then what needs ranks of its own.
 test: build
-	@$(BIN)/python tools/cpp_tests.py --variants plain
+	@$(BIN)/python tools/cpp_tests.py --variants plain --sizes 2,3
 	@$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -m "not slow" $(PYTEST)
 	@RANKS=quick $(BIN)/python -m pytest tests/parallel tests/faults tests/scripts -m quick $(PYTEST)
 

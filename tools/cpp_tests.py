@@ -11,19 +11,19 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from build_native import ROOT, import_bare
 
-build = import_bare("tfscale.comm.native")
-toolchains = import_bare("tfscale.comm.native")
+native = import_bare("tfscale.comm.native")
+BUILT = ROOT / "build" / "native"  # of tools/build_native.py
 TESTS = ROOT / "custom_ops" / "test"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile and run the tests."""
+    """One way to compile and run the tests; without flags the engine is that of the library."""
 
     flags: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -32,9 +32,9 @@ class Variant:
 
 # More ranks where messages pass other ranks, plain only: they share the cores.
 MANY_RANKS = {"relay_test": (5, 16)}
-TIMES = Variant(("-O3", "-DNDEBUG"), ())
+TIMES = Variant((), ())
 VARIANTS = {
-    "plain": Variant(("-O2",), (1, 2, 3, 4)),
+    "plain": Variant((), (1, 2, 3, 4)),
     "address": Variant(
         ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
         (2, 3),
@@ -59,18 +59,21 @@ VARIANTS = {
 
 def build_tests(name: str, variant: Variant, pattern: str = "*_test.cc") -> list[Path]:
     """Compile the programs of one variant; return them."""
-    toolchain = toolchains.find_toolchain()
+    toolchain = native.find_toolchain()
     folder = ROOT / "build" / f"cpp-{name}"
-    flags = [*build.common_flags(ROOT / "custom_ops"), *variant.flags, *toolchain.compile_flags]
-    comm = sorted((ROOT / "custom_ops" / "comm").glob("*.cc"))
-    tests = sorted(TESTS.glob(pattern))
-    objects = build.compile_objects([*comm, *tests], folder, toolchain.compiler, flags)
+    own = variant.flags or ("-O1",)
+    flags = [*native.common_flags(ROOT / "custom_ops"), *own, *toolchain.compile_flags]
+    engine, engine_folder = native.engine_sources(toolchain), BUILT
+    if variant.flags:
+        engine, engine_folder = [replace(source, flags=flags) for source in engine], folder
+    tests = [native.Source(path, flags) for path in sorted(TESTS.glob(pattern))]
+    objects = native.compile_objects(engine, engine_folder, toolchain.compiler)
     programs = []
-    for test in objects[len(comm) :]:
+    for test in native.compile_objects(tests, folder, toolchain.compiler):
         program = folder / test.stem
-        command = [toolchain.compiler, *variant.flags, str(test), *map(str, objects[: len(comm)])]
+        command = [toolchain.compiler, *variant.flags, str(test), *map(str, objects)]
         command += ["-o", str(program), *toolchain.link_flags, "-pthread"]
-        toolchains.run_quietly(command, f"Linking {test.stem}")
+        native.run_quietly(command, f"Linking {test.stem}")
         programs.append(program)
     return programs
 
@@ -78,7 +81,7 @@ def build_tests(name: str, variant: Variant, pattern: str = "*_test.cc") -> list
 def run_test(program: Path, size: int, variant: Variant, timeout_s: float) -> str:
     """Run one program with `size` ranks; return an empty string or what went wrong."""
     command = ["env", *(f"{k}={v}" for k, v in variant.environment.items())]
-    mpiexec = toolchains.find_tool("mpiexec")
+    mpiexec = native.find_tool("mpiexec")
     if mpiexec is None:
         return "no mpiexec is there"
     command += [mpiexec, "-n", str(size), str(program)]
@@ -98,7 +101,7 @@ def run_test(program: Path, size: int, variant: Variant, timeout_s: float) -> st
 def run_times(size: int, ranks_per_host: int, seconds: float) -> int:
     """Print times, messages and bytes of allreduces; return the exit code."""
     (program,) = build_tests("times", TIMES, "allreduce_times.cc")
-    mpiexec = str(toolchains.find_tool("mpiexec"))
+    mpiexec = str(native.find_tool("mpiexec"))
     command = [mpiexec, "-n", str(size), str(program), str(ranks_per_host), str(seconds)]
     return subprocess.call(command)
 
@@ -108,6 +111,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--only", default="", help="part of a test's name")
+    parser.add_argument(
+        "--sizes", default="", help="numbers of ranks; by default all that there are"
+    )
     parser.add_argument("--timeout-s", type=float, default=120.0, help="per program and size")
     parser.add_argument("--times", type=int, metavar="RANKS", help="time allreduces instead")
     parser.add_argument("--ranks-per-host", type=int, default=0, help="of --times; 0: as they are")
@@ -124,7 +130,8 @@ def main() -> int:
         print(f"C++ tests, {name}: built in {time.monotonic() - start:.1f} s")
         for program in programs:
             more = MANY_RANKS.get(program.name, ()) if name == "plain" else ()
-            for size in (*variant.sizes, *more):
+            sizes = options.sizes.split(",") if options.sizes else (*variant.sizes, *more)
+            for size in map(int, sizes):
                 start = time.monotonic()
                 problem = run_test(program, size, variant, options.timeout_s)
                 failures += bool(problem)

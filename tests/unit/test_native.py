@@ -73,7 +73,7 @@ def test_a_failing_compiler_shows_its_message(tmp_path):
     source = tmp_path / "wrong.cc"
     source.write_text("int main() { return undeclared; }")
     with pytest.raises(native.BuildError, match="undeclared"):
-        native.compile_objects([source], tmp_path / "objects", "g++", [])
+        native.compile_objects([native.Source(source, [])], tmp_path / "objects", "g++")
 
 
 def test_only_what_changed_is_compiled(tmp_path):
@@ -82,8 +82,8 @@ def test_only_what_changed_is_compiled(tmp_path):
     source.write_text('#include "a.h"\nint a = A;\n')
 
     def compile_it(flags=(), versions="2.20.0"):
-        made = native.compile_objects([source], tmp_path / "o", "g++", flags, versions)
-        return made[0].stat().st_mtime_ns
+        own = native.Source(source, flags, versions)
+        return native.compile_objects([own], tmp_path / "o", "g++")[0].stat().st_mtime_ns
 
     times = [compile_it()]
     assert compile_it() == times[0]

@@ -228,27 +228,30 @@ def _is_current(target: Path, key: str) -> bool:
     return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in words)
 
 
-def compile_objects(
-    sources: Sequence[Path],
-    build_dir: Path,
-    compiler: str,
-    flags: Sequence[str],
-    versions: str = "",
-) -> list[Path]:
+@dataclass(frozen=True)
+class Source:
+    """A file to compile; `versions` are those of what its headers of the system belong to."""
+
+    path: Path
+    flags: Sequence[str]
+    versions: str = ""
+
+
+def compile_objects(sources: Sequence[Source], build_dir: Path, compiler: str) -> list[Path]:
     """Compile outdated files in parallel, one per core; return all objects in order.
 
-    An object is outdated if its source, a header, the flags, or `versions` (of TensorFlow, MPI and
-    compiler) changed since `build_dir` received it.
+    An object is outdated if its source, a header, the flags, or the versions changed since
+    `build_dir` received it.
     """
-    objects = [build_dir / s.parent.name / f"{s.stem}.o" for s in sources]
+    objects = [build_dir / s.path.parent.name / f"{s.path.stem}.o" for s in sources]
     outdated = []
     for source, target in zip(sources, objects, strict=True):
         depends = ["-MMD", "-MF", str(target.with_suffix(".d"))]
-        command = [compiler, *flags, *depends, "-c", str(source), "-o", str(target)]
+        command = [compiler, *source.flags, *depends, "-c", str(source.path), "-o", str(target)]
         # Headers of the system are not among the dependencies: their versions stand for them.
-        key = f"{shlex.join(command)}\n{versions}"
+        key = f"{shlex.join(command)}\n{source.versions}"
         if not _is_current(target, key):
-            outdated.append((source, target, command, key))
+            outdated.append((source.path, target, command, key))
     numbers = itertools.count(1)
 
     def compile_one(source: Path, target: Path, command: list[str], key: str) -> None:
@@ -277,23 +280,38 @@ def common_flags(sources: Path) -> list[str]:
     return ["-std=c++17", "-fPIC", "-pthread", "-g1", "-Wall", "-Wextra", f"-I{sources}"]
 
 
+def engine_sources(toolchain: Toolchain) -> list[Source]:
+    """Return the files of the engine as they are compiled for the library."""
+    root = find_sources()
+    flags = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags]
+    versions = f"{toolchain.mpi}, {toolchain.compiler} {toolchain.version}"
+    return [Source(path, flags, versions) for path in sorted((root / "comm").glob("*.cc"))]
+
+
+def _operations(build_dir: Path, toolchain: Toolchain, tensorflow: TensorFlow) -> Source:
+    """Return a file with all of TensorFlow's operations.
+
+    They are compiled together: TensorFlow's headers take most of the time of each file.
+    """
+    root, every = find_sources(), build_dir / "tf" / "operations.cc"
+    paths = sorted((root / "tf").glob("*.cc"))
+    text = "".join(f'#include "tf/{path.name}"\n' for path in paths)
+    every.parent.mkdir(parents=True, exist_ok=True)
+    if not every.exists() or every.read_text() != text:
+        every.write_text(text)
+    flags = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags, *tensorflow.compile_flags]
+    return Source(every, flags, f"{tensorflow.version}, {toolchain.mpi}, {toolchain.version}")
+
+
 def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
     """Build the library, and a stamp with its `identity`.
 
     `build_dir` keeps objects between builds; `mpicxx` is MPI's compiler wrapper, None finds one.
     """
-    root = find_sources()
     toolchain, tensorflow = find_toolchain(mpicxx), find_tensorflow(build_dir)
-    base = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags]
     stamp = identity(tensorflow.version, toolchain)
-    versions = ", ".join(stamp[name] for name in ("tensorflow", "mpi", "compiler"))
-    sources = {room: sorted((root / room).glob("*.cc")) for room in ROOMS}
-    flags = {"comm": base, "tf": [*base, *tensorflow.compile_flags]}
-    objects: list[Path] = []
-    for room in ROOMS:
-        objects += compile_objects(
-            sources[room], build_dir, toolchain.compiler, flags[room], versions
-        )
+    sources = [_operations(build_dir, toolchain, tensorflow), *engine_sources(toolchain)]
+    objects = compile_objects(sources, build_dir, toolchain.compiler)
     output_dir.mkdir(parents=True, exist_ok=True)
     library = output_dir / LIBRARY_NAME
     # Relative paths keep working when the environment moves; absolute ones serve other layouts.
