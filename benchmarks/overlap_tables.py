@@ -6,6 +6,7 @@ python -m benchmarks.overlap_tables recipes/results/overlap_ratio.json recipes/r
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ def main() -> None:
     text += ["the slowest rank's.", "", *([options.note, ""] if options.note else [])]
     text += [f"* Commit: {', '.join(commits)}", f"* Machine: {'; '.join(sorted(machines))}"]
     text += [f"* Load before and after: {', '.join(map(str, loads))}", "", "Made by:", "", "```"]
-    text += dict.fromkeys(f"{' '.join(s['command'])} --output {options.results}" for s in made)
+    commands = {f"{shlex.join(s['command'])} --output {options.results}" for s in made}
+    text += sorted(commands)
     text += [f"python -m benchmarks.overlap_tables {options.results} {options.output}", "```"]
     options.output.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
     print(lines_of(found))

@@ -139,10 +139,10 @@ def overhead_table(rows: Sequence[Row], suite: str) -> str:
     names, lines = IN_TURN[suite], []
     for row in rows:
         first, second = (row.rounds[name] for name in names)
-        # In `fit` all blocks of the first system run before those of the second one.
-        is_in_turn = suite != "fit"
-        blocks = (_by_block(second), _by_block(first)) if is_in_turn else None
-        ratio = paired_ratio(*blocks) if blocks else paired_ratio(second, first)
+        if suite == "fit":  # all blocks of the first system run before those of the second one
+            ratio = paired_ratio(second, first)
+        else:
+            ratio = paired_ratio(_by_block(second), _by_block(first))
         text = "—" if ratio is None else f"{_percent(ratio.median)} %{interval(ratio, _percent)}"
         lines.append([row.group, *(milliseconds(row.samples(name)) for name in names), text])
     return table(["model", *(f"{name} ms" for name in names), "overhead"], lines)

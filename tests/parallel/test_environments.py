@@ -47,6 +47,56 @@ def test_a_decimal_comma_changes_no_factor(tmp_path):
     assert result.exit_code == 0, result.output
 
 
+def test_variables_on_several_devices():
+    script = """
+        import tempfile
+        import keras
+        import numpy as np
+        import tensorflow as tf
+        import tfscale
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        two = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(cpu, two)
+        tfscale.init()
+        from tfscale.callbacks import CommunicationReport, Synchronize
+
+        def train(exchange=None, **options):
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((6,))
+            hidden = keras.layers.Dense(8, "tanh")(inputs)
+            with tf.device("CPU:1"):
+                hidden = keras.layers.Dense(16, "tanh")(hidden)
+            model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
+            rule = keras.optimizers.Adam(0.01)
+            if exchange is None:
+                model.compile(rule, "mse")
+                model.fit(x, x[:, :3], batch_size=24, shuffle=False, epochs=2, verbose=0)
+            else:
+                rule = tfscale.DistributedOptimizer(rule, exchange=exchange, **options)
+                model.compile(rule, "mse")
+                data = tfscale.data.GlobalBatches(x, x[:, :3], batch_size=24, shuffle=False)
+                callbacks = [Synchronize(), CommunicationReport(folder)]
+                model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+            return model.get_weights()
+
+        keras.config.set_floatx("float64")
+        folder = tfscale.broadcast_object(tempfile.mkdtemp(), 0)
+        x = np.random.default_rng(0).normal(size=(48, 6))
+        alone = train()
+        for exchange in ("allreduce", "chunked", "sharded", tfscale.Sharded(dense="partial")):
+            for own, whole in zip(train(exchange), alone, strict=True):
+                np.testing.assert_allclose(own, whole, rtol=0, atol=1e-10)
+        train("allreduce", compression=tfscale.Compression.int8)
+        train("sharded", compression=tfscale.Compression.int8)
+        train(tfscale.LocalSGD(2, 2))
+        train(tfscale.LocalSGD(2, 2, fragments=2, overlap=1, merge=0.5))
+        print("ENDED", flush=True)
+        """
+    result = launch(2, script)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("ENDED") == 2
+
+
 def test_messages_of_other_lengths_on_one_rank_are_refused_on_all():
     script = """
         import os

@@ -59,6 +59,8 @@ def test_fake_ranks_reduce_as_ranks_do():
     assert reduced(op=tfscale.Product) == 6.0
     assert reduced(op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5) == 5.0
     assert FakeRanks(2).run(lambda r: tfscale.allgather_object(r, "ranks")) == [[0, 1]] * 2
+    count = FakeRanks(2).run(lambda r: tfscale.allreduce(np.int64(r), op=tfscale.Sum))
+    assert [value.dtype for value in count] == [np.int64] * 2
 
 
 @pytest.mark.parametrize(

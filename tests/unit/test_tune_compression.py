@@ -100,7 +100,9 @@ def test_what_was_trained_is_kept_if_a_later_training_fails(tmp_path, monkeypatc
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     (tmp_path / "file").touch()
     options = ("--compressions=none,int9", "--compressions=none,none", "--seeds=0")
-    for words in (*options, "-H=elsewhere:2", f"--output={tmp_path / 'file'}"):
+    assert cli.main(["tune", "compression", "-H", "elsewhere:2", "train.py"]) != 0
+    assert "Start tfscale tune on elsewhere" in capsys.readouterr().err
+    for words in (*options, f"--output={tmp_path / 'file'}"):
         assert cli.main(["tune", "compression", words, "train.py"]) != 0
         name, _, value = words.partition("=")
         told = capsys.readouterr().err

@@ -75,7 +75,7 @@ class ThetaMonitor(Callback):
         state = self.take_backup()
         self._peak: dict[str, Any] | None = state.get("peak")
         self._theta = state.get("theta", math.nan)
-        self._size: int | None = None  # of the batches since the last record
+        self._size: int | None = state.get("size")  # of the batches since the last record
         if state:
             self._measures.restore(state["measures"], state.get("arrays", []))
             self._now = self._before = tuple(state["pending"])
@@ -164,4 +164,5 @@ class ThetaMonitor(Callback):
         # Since the last record: negative if that was made within the epoch.
         pending = [now - then for now, then in zip(self._before, self._recorded, strict=True)]
         state = {"measures": measures, "arrays": origin, "n_updates": self._n_updates}
-        return {**state, "peak": self._peak, "theta": self._theta, "pending": pending}
+        state |= {"peak": self._peak, "theta": self._theta, "size": self._size}
+        return {**state, "pending": pending}

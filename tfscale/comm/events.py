@@ -16,7 +16,7 @@ from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import Call
 from tfscale.comm.stamps import INPUT_SLOT, STAMP, has_slot, wait_slot
 from tfscale.config import ExchangeError
-from tfscale.internals.keras import raw_variable
+from tfscale.internals.keras import by_device, raw_variable
 
 _lock = threading.Lock()
 _N_ROUNDS = 24
@@ -70,7 +70,7 @@ def drain() -> np.ndarray:
 
 
 def stamp_updates(variables: Sequence[Any]) -> None:
-    """Record when an optimizer updates variables: a stamp per exchanged bucket, one for the rest.
+    """Record when an optimizer updates variables: a stamp per exchanged bucket, and for the rest.
 
     Call it after the update, while a step is traced. A stamp is ordered after the last use of its
     variables and after nothing else. It shows that computation continued while collectives were
@@ -93,13 +93,11 @@ def stamp_updates(variables: Sequence[Any]) -> None:
         if handles and op.type != STAMP:
             groups.append([own.pop(handle.name) for handle in handles])
     plan = int(ops[0].get_attr("plan"))
-    rest: dict[str, list[tf.Tensor]] = {}  # an operation takes variables of one device
-    for name, handle in own.items():
-        rest.setdefault(device[name], []).append(handle)
-    for handles in [*filter(None, groups), *rest.values()]:
+    rest = by_device(own.values(), lambda handle: device[handle.name])
+    for handles in [*groups, *rest]:
         n_stamps += 1
         runtime.backend().stamp(handles, plan, -n_stamps)
-    if n_stamps == len(groups) + bool(own):  # the first update of this function
+    if n_stamps == len(groups) + len(rest):  # the first update of this function
         _stamp_waits(graph, ops)
 
 

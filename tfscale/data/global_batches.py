@@ -172,13 +172,11 @@ class GlobalBatches(keras.utils.PyDataset):
     def batch_size(self, value: int) -> None:
         value = check_integer("batch_size", value, 1)
         is_put_back = self._kept is not None and current_pass().caller is None
-        if self._kept is not None and is_put_back:  # what an interrupted `fit` has left ends here
-            self._has_surplus_ranks, self._open = self._kept[1], None
+        if is_put_back:  # what an interrupted `fit` has left ends here
+            put_back_settings(self)
         if self._is_ready():
             self._slices(value)
         self._batch_size = value
-        if is_put_back:
-            self._kept = None
         self._refresh_if_idle()
 
     @property
@@ -297,7 +295,7 @@ class GlobalBatches(keras.utils.PyDataset):
             self._number += 1
 
     def _leave_broken_fit(self, caller: KerasPass) -> None:
-        """Put back what an interrupted `fit` has left, unless this one sets the batch size, too."""
+        """Put back what an interrupted `fit` has left, unless a callback of this one sets it."""
         callbacks = caller.callbacks if caller.fit is None else caller.fit.callbacks
         if caller.caller is not None and not any(c.sets_batch_size for c in own_of(callbacks)):
             put_back_settings(self)

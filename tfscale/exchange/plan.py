@@ -26,6 +26,7 @@ from tfscale.config import ConfigError, require
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.residuals import Cuts, Residuals, Update
 from tfscale.exchange.shards import Shards, label_of, name_of
+from tfscale.internals.keras import by_device
 from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
 from tfscale.plan.segments import SegmentedBucket, block_cuts, build_segments, row_cuts
 
@@ -132,13 +133,11 @@ class Table:
             buckets = group_buckets(specs, runs)
         else:
             buckets = tuple(choose(specs))
-        found: list[tuple[int, ...]] = []
-        for bucket in buckets:
-            parts: dict[str, list[int]] = {}
-            for place in bucket:
-                parts.setdefault(chosen[place].device, []).append(positions[place])
-            found += map(tuple, parts.values())
-        return found
+        return [
+            tuple(positions[place] for place in part)
+            for bucket in buckets
+            for part in by_device(bucket, lambda place: chosen[place].device)
+        ]
 
 
 @dataclass(frozen=True)
@@ -450,11 +449,9 @@ def cut_parameters(
     They have up to `bucket_bytes`, or the variables of the given `paths`; see `build_segments`.
     The result depends only on facts that do not change during training, so a rank keeps its pieces.
     """
-    by_device: dict[str, list[int]] = {}
-    for i in positions:
-        by_device.setdefault(table.parameters[i].device, []).append(i)
-    if len(by_device) > 1:  # a collective takes the variables of one
-        parts = [cut_parameters(table, p, size, bucket_bytes, paths) for p in by_device.values()]
+    apart = by_device(positions, lambda i: table.parameters[i].device)
+    if len(apart) > 1:
+        parts = [cut_parameters(table, own, size, bucket_bytes, paths) for own in apart]
         return tuple(sorted(itertools.chain(*parts), key=lambda bucket: bucket.indices))
     places = {i: place for place, i in enumerate(positions)}
     chosen = [table.parameters[i] for i in positions]
@@ -467,7 +464,7 @@ def cut_parameters(
     # The kernel comes first, whatever the order of the variables.
     by_rows = [tuple(sorted(own, key=lambda p: p != places[k])) for k, own in rows.items()]
     specs = [p.spec for p in chosen]
-    groups = None if paths is None else [g for g in places_of(specs, paths) if g]
+    groups = None if paths is None else places_of(specs, paths)
     buckets = build_segments(specs, size, bucket_bytes, whole, by_rows, groups)
     return tuple(replace(b, indices=tuple(positions[p] for p in b.indices)) for b in buckets)
 

@@ -25,8 +25,8 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -37,6 +37,8 @@ from keras.src.utils.io_utils import print_msg
 
 from tfscale.config import ConfigError
 from tfscale.internals import stack
+
+T = TypeVar("T")
 
 __all__ = ["class_weight_to_sample_weights", "print_msg"]
 
@@ -55,6 +57,14 @@ def raw_variable(variable: Any) -> Any:
 def device_of(variable: Any) -> str:
     """Return the device of a variable; "" for a tensor that is a source of a tape."""
     return getattr(raw_variable(variable), "device", "") if hasattr(variable, "handle") else ""
+
+
+def by_device(items: Iterable[T], device: Callable[[T], str]) -> list[list[T]]:
+    """Group items by device, order kept: an operation takes the variables of one device only."""
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        groups.setdefault(device(item), []).append(item)
+    return list(groups.values())
 
 
 def set_class(variable: keras.Variable, own_class: type) -> None:

@@ -129,9 +129,12 @@ class _Launcher:
                 preexec_fn=lambda: set_death_signal(signal.SIGKILL if may_kill else signal.SIGTERM),
             )
         except FileNotFoundError as error:
+            remedy = "Install an MPI (pip install mpich), or name an mpiexec with --mpiexec."
+            if not may_kill:
+                remedy = "Use --slurm in an allocation, and leave it out elsewhere."
             raise ConfigError(
-                f"The program that starts ranks must be installed. Received: no {command[0]} on "
-                "PATH. Use --slurm in an allocation, and leave it out elsewhere."
+                f"The program that starts ranks must be installed. Received: {command[0]}, which "
+                f"is not. {remedy}"
             ) from error
         assert self.process.stderr is not None
         sys.stderr.flush()
@@ -202,13 +205,19 @@ class _Launcher:
             self._kill()
 
     def _is_launcher(self, pid: int) -> bool:
-        """Return whether a process is the launcher or its proxy here, or the one beside a rank.
+        """Return whether a process is one of the launcher's own, or the one beside a rank.
 
-        A launcher's own processes, such as its ssh to each host, are children of it.
+        The former are its proxy here, and what it has started without a rank between, such as ssh.
         """
-        own = {self.process.pid, *self.reader.pids_beside()}
-        is_proxy = "proxy" in Path(_command_of(pid).partition(" ")[0]).name
-        return pid in own or is_proxy or _parent_of(pid) == self.process.pid
+        beside = set(self.reader.pids_beside())
+        if pid in beside or "proxy" in Path(_command_of(pid).partition(" ")[0]).name:
+            return True
+        above: int | None = pid
+        while above is not None and above not in beside:
+            if above == self.process.pid:
+                return True
+            above = _parent_of(above)
+        return False
 
     def end(self, grace_s: float) -> None:
         """End every process of the job on this host."""
@@ -232,7 +241,7 @@ def _parent_of(pid: int) -> int | None:
     """Return the id of a process's parent; None where it has ended."""
     try:
         # The name before it, in brackets, may hold spaces.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
     except OSError:
         return None
 

@@ -250,8 +250,10 @@ def count_cores() -> int:
 
 
 def is_this_host(name: str) -> bool:
-    """Return whether a name in a list of hosts is that of this one."""
-    return name in ("", "localhost", "127.0.0.1", socket.gethostname())
+    """Return whether a name in a list of hosts is that of this one, with or without its domain."""
+    if name in ("", "localhost", "127.0.0.1"):
+        return True
+    return name.partition(".")[0] == socket.gethostname().partition(".")[0]
 
 
 # Host files that mpiexec reads although no option names them.

@@ -25,7 +25,7 @@ def read_steps(folder: Path) -> dict[str, float]:
     }
 
 
-# Metrics of Keras that are better the lower they are; their names often stand for them.
+# Parts of names of metrics that are better the lower they are, those of users included.
 _LOWER_IS_BETTER = (
     *("loss", "error", "hinge", "poisson", "divergence", "entropy", "perplexity"),
     *("mae", "mse", "rmse", "mape", "msle", "cosh"),

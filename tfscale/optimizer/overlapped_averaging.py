@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.exchange.executor import Reduced
 from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.internals.keras import raw_variable
+from tfscale.internals.keras import by_device, device_of, raw_variable
 from tfscale.optimizer.local_averaging import GroupAverage, set_constrained, when
 from tfscale.optimizer.state import n_bytes
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, layers_of
@@ -107,7 +108,9 @@ class OverlappedAverage(GroupAverage):
         targets = [self.targets[i] for i in places]
         specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in targets]
         messages = []
-        for bucket in build_buckets(specs, auto_bucket_bytes(specs))[::-1]:
+        buckets = build_buckets(specs, auto_bucket_bytes(specs))[::-1]
+        parts = (by_device(bucket, lambda i: device_of(targets[i])) for bucket in buckets)
+        for bucket in chain(*parts):
             own = [raw_variable(targets[i]) for i in bucket]
             sent = tf.zeros([sum(v.shape.num_elements() for v in own)], own[0].dtype)
             both = (sent, self._compression.compress(sent)[0])

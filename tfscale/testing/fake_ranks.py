@@ -112,7 +112,8 @@ class FakeRanks:
     ) -> Any:
         if average is not None or op is None:
             op = tfscale.Sum if average is False else tfscale.Average
-        every = [prescale_factor * np.asarray(item) for item in self._exchange(tensor)]
+        items = [np.asarray(item) for item in self._exchange(tensor)]
+        every = np.stack(items if prescale_factor == 1 else [prescale_factor * i for i in items])
         reduce: Any = {
             tfscale.Average: np.mean,
             tfscale.Sum: np.sum,
@@ -120,7 +121,8 @@ class FakeRanks:
             tfscale.Min: np.min,
             tfscale.Product: np.prod,
         }[op]
-        return postscale_factor * reduce(np.stack(every), axis=0)
+        result = reduce(every, axis=0)
+        return result if postscale_factor == 1 else postscale_factor * result
 
     def _grouped_allreduce(self, tensors: Any, *args: Any, **options: Any) -> list[Any]:
         return [self._allreduce(tensor, *args, **options) for tensor in tensors]

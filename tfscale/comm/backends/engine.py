@@ -32,7 +32,7 @@ from tfscale.comm.backends.slots import Slots
 from tfscale.comm.library import PACKAGED, prepare_library
 from tfscale.comm.software import versions
 from tfscale.config import ExchangeError, Settings, environment, require
-from tfscale.internals.keras import raw_variable
+from tfscale.internals.keras import by_device, raw_variable
 from tfscale.plan.segments import SegmentedBucket
 
 logger = logging.getLogger("tfscale")
@@ -380,10 +380,7 @@ class EngineBackend(Backend):
         return self._ops.tfscale_merge(variables=handles, vectors=list(vectors), weight=factor)
 
     def await_variables(self, handles: Sequence[tf.Tensor], is_write: bool = False) -> None:
-        by_device: dict[str, list[tf.Tensor]] = {}
-        for handle in handles:  # an operation takes those of one device
-            by_device.setdefault(handle.device, []).append(handle)
-        for own in by_device.values():
+        for own in by_device(handles, lambda handle: handle.device):
             self._ops.tfscale_await(variables=own, is_write=is_write)
 
     def num_pending(self) -> int:

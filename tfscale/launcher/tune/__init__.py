@@ -9,6 +9,7 @@ import argparse
 import functools
 import itertools
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -128,6 +129,8 @@ def _make_folder(path: str) -> None:
     """Make the folder of `--output`, before anything is measured."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK):
+            raise PermissionError("it cannot be written")
     except OSError as error:
         raise ConfigError(
             f"--output must name a folder that can be written. Received: {path} ({error}). "
@@ -217,8 +220,11 @@ def _tune_compression(options: argparse.Namespace) -> int:
     require(options.seeds >= 1, "--seeds", "1 or more", options.seeds)
     if options.hosts is not None:
         first, _ = parse_places(require_hosts(options.hosts, "-H"))[0]
-        wanted = "hosts of which the first, where rank 0 writes the results, is this one"
-        require(is_this_host(first), "-H", wanted, options.hosts)
+        if not is_this_host(first):
+            raise ConfigError(
+                "Rank 0 must run on this host, where it writes what was measured. Received: "
+                f"-H {options.hosts}. Start tfscale tune on {first}, or name this host first."
+            )
     _make_folder(options.output)
     own = ("np", "hosts", "compressions", "seeds", "epochs", "start_step")
     made = _made("compression", options, own)
