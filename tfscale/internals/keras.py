@@ -13,7 +13,8 @@ Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`, `global_state.get_global_attribute`,
 `seed_generator.global_seed_generator`, whose attribute has the same name.
-Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`.
+Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`,
+`_deterministic`, `_as_serialized_graph`.
 """
 
 from __future__ import annotations

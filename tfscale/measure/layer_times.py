@@ -106,7 +106,10 @@ _MOST_OVERLAP = 10.0  # bound on the number of messages that are assumed to over
 
 
 def _measure_messages() -> tuple[float, float]:
-    """Return seconds of a short allreduce, and seconds per byte of a longer one. Collective."""
+    """Return seconds of the messages of an allreduce, and seconds per byte. Collective.
+
+    A short one takes fewer messages than those of gradients, which go to owners and come back.
+    """
 
     def duration_s(n_values: int) -> float:
         values, name = tf.ones([n_values]), f"speed of messages of {n_values} values"
@@ -114,7 +117,10 @@ def _measure_messages() -> tuple[float, float]:
         run()
         return collective_s(run)
 
-    short_s, long_s = duration_s(_SHORT), duration_s(_LONG)
+    short_s, long_s, n_ranks = duration_s(_SHORT), duration_s(_LONG), runtime.size()
+    short = relayed(_SHORT * BYTES_PER_VALUE, n_ranks, n_ranks)
+    if short is not None:
+        short_s *= 2 * (n_ranks - 1) / short.n_messages
     per_byte = (long_s - short_s) / ((_LONG - _SHORT) * BYTES_PER_VALUE)
     return short_s, max(per_byte, long_s / (_LONG * BYTES_PER_VALUE) / _MOST_OVERLAP)
 
@@ -246,11 +252,9 @@ def measured_machine(
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
     byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
-    short = relayed(_SHORT * BYTES_PER_VALUE, n_ranks, n_ranks)
-    n_messages = short.n_messages if short else 2 * (n_ranks - 1)
     machine = known or Machine(
         name="measured",
-        latency_s=found.message_s / n_messages,
+        latency_s=found.message_s / (2 * (n_ranks - 1)),
         bytes_per_s=2 * share(n_ranks) / byte_s,
         reduce_bytes_per_s=_FREE,
         flops_per_s=_FREE,

@@ -130,7 +130,7 @@ def _make_folder(path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK):
-            raise PermissionError("it cannot be written")
+            raise OSError("it cannot be written")
     except OSError as error:
         raise ConfigError(
             f"--output must name a folder that can be written. Received: {path} ({error}). "
