@@ -25,11 +25,12 @@ def every_cost(n_bytes: float, n_ranks: int, machine: Machine) -> list[float]:
     # A batch of all ranks together: what is gathered does not shrink with the ranks.
     scenario = dense_scenario((64, max(1, int(n_bytes // 4096))), 4 * 1024, n_ranks, machine)
     sharded, partial, replicated = (message_bytes(scenario, 0, kind) for kind in KINDS[1:])
-    # The engine relays by constants of its own, which need not suit the machine.
-    n_direct = min(n_ranks, 8)
+    # The engine sends short vectors whole, and relays, by constants of its own, which need not suit
+    # the machine.
+    n_direct, n_long = min(n_ranks, 8), n_bytes + 32 * 1024
     return [
         costs.transfer_s(n_bytes, n_ranks, machine),
-        costs.allreduce_s(n_bytes, n_direct, machine, "direct"),
+        costs.allreduce_s(n_long, n_direct, machine, "direct"),
         *(costs.allreduce_s(n_bytes, n_ranks, machine, a) for a in ALGORITHMS[1:]),
         *map(scenario.transfer_s, (*sharded, *replicated, *partial[1:])),
     ]
