@@ -126,6 +126,11 @@ def test_allreduces_that_are_relayed_by_hand():
     assert costs.allreduce_s(65536, 16, SIMPLE, "direct") == pytest.approx(
         10 * 1.0 + 39 * 4096 / 10 + 65536 / 4
     )
+    # Four ranks on two hosts: two messages pass the link, one stays on the host.
+    inside = dataclasses.replace(SIMPLE, ranks_per_host=2, host_latency_s=0.1, host_bytes_per_s=1e6)
+    assert costs.allreduce_s(40, 4, inside, "direct") == pytest.approx(
+        2 * 1.0 + 0.1 + 3 * 40 * 2 / 10 + 4 * 40 / 4
+    )
     # The vectors of 16 ranks pass a link of 4 of them.
     shared = dataclasses.replace(SIMPLE, ranks_per_host=4, host_bytes_per_s=1e6)
     assert costs.allreduce_s(4096, 16, shared, "direct") == pytest.approx(

@@ -101,7 +101,11 @@ def allreduce_s(
         # What is relayed is not combined on hosts: their ranks share the link.
         is_shared = 1 < n_hosts < n_ranks
         rate = machine.bytes_per_s / machine.ranks_per_host if is_shared else link.bytes_per_s
-        sent_s = short.n_messages * link.latency_s + short.sent_bytes / rate
+        messages_s = short.n_messages * link.latency_s
+        if n_ranks <= _FEW_RANKS:  # to each rank of this host, and to each of the others
+            n_here = math.ceil(n_ranks / n_hosts)
+            messages_s = (n_ranks - n_here) * link.latency_s + machine.messages_s(n_here)
+        sent_s = messages_s + short.sent_bytes / rate
         return sent_s + short.summed_bytes / machine.reduce_bytes_per_s
     halved = 2 * rounds * link.latency_s + 2 * share(n_ranks) * n_bytes * beta
     tree = rounds * (link.latency_s + n_bytes * beta)
