@@ -49,7 +49,7 @@ def test_buckets(specs, bucket_bytes):
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "expected"), [(0, 2**18), (1, 2**18), (80, 10 * 2**20), (999, 2**24)]
+    ("megabytes", "expected"), [(0, 2**20), (1, 2**20), (80, 10 * 2**20), (999, 2**24)]
 )
 def test_automatic_size_is_an_eighth_of_the_model(megabytes, expected):
     specs = [GradientSpec("weight", (megabytes * 2**18,), "float32")]
