@@ -17,8 +17,8 @@ _BITS |= {"int32": 32, "int64": 64}
 _BITS["low_rank"] = 32
 
 # With "auto" a model is cut into this many buckets: enough that most of the exchange overlaps with
-# back-propagation, few enough that latency adds little. Models that are small have fewer: on hosts
-# whose cores all compute, each message costs more than what it overlaps with (docs/architecture.md).
+# back-propagation, few enough that latency adds little. A small model has fewer: where all cores
+# compute, each message costs more than what it overlaps with (docs/architecture.md).
 _AUTO_BUCKETS = 8
 _AUTO_LEAST = 1024 * 1024
 _AUTO_MOST = 16 * 1024 * 1024
