@@ -44,7 +44,7 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def early_stopping() -> keras.callbacks.Callback:
-    """Return what ends training after --patience epochs without a lower validation loss."""
+    """Stop training after --patience epochs without a lower validation loss."""
     return keras.callbacks.EarlyStopping("val_loss", patience=FLAGS.patience)
 
 

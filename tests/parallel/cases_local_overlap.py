@@ -189,7 +189,7 @@ def case_what_is_on_its_way_survives_an_interruption():
 
 @sizes(2, timeout_s=200)
 def case_a_longer_run_begins_with_the_average_of_an_ended_one():
-    """What was on its way at the end belongs to no later model: as for a second `fit`."""
+    """Averages that were on their way at the end are dropped, as before a second `fit`."""
     options = {"interval": 4, "fragments": 2, "overlap": 3}
     x, y = samples()
 

@@ -129,6 +129,7 @@ def test_a_job_has_succeeded_if_its_ranks_have_whatever_the_launcher_waits_for(c
 
 
 # As srun, which ends its ranks at SIGTERM; it also asks for the end of the job, as a user would.
+# Without SIGTERM it would end by itself, too late for the test.
 ENDS_ITS_RANKS = """
 import os, signal, sys, time
 def end_ranks(*_):

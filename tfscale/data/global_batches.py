@@ -181,7 +181,7 @@ class GlobalBatches(keras.utils.PyDataset):
 
     @property
     def has_surplus_ranks(self) -> bool:
-        """Whether fewer ranks than there are may share a batch (`active_ranks="grow"`)."""
+        """True if a batch may be shared by a part of the ranks (`active_ranks="grow"`)."""
         return self._has_surplus_ranks
 
     @property
