@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--systems", nargs="+", default=(), help=f"only these: {known}")
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--places", nargs="+", default=(), help="memory, 1gbit, 2x4@1gbit, ...")
+    turns = "jobs of a group live side by side and take --rounds turns: ratios within a few percent"
+    parser.add_argument("--side-by-side", action="store_true", help=turns)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one run")
     default = "JSON; default: build/bench/ with quick.json, table.json or full.json"
     parser.add_argument("--output", type=Path, help=default)
@@ -62,7 +64,7 @@ def main() -> int:
         parser.error(str(error))
     path = options.output or ROOT / "build" / "bench" / f"{extent}.json"
     rounds = options.rounds or (1 if options.quick else 3)
-    content = measure(cells, rounds, path, options.timeout, tell=tell)
+    content = measure(cells, rounds, path, options.timeout, tell, options.side_by_side)
     return 1 if any("error" in run for run in content["runs"]) else 0
 
 

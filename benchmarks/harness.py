@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import provenance, sessions
+from benchmarks import alternate, provenance, sessions
 from benchmarks.launch import RunFailedError, cluster_for, interpreter_of, run_ranks
 from benchmarks.places import parse_place
 from tfscale.files import sha256
@@ -46,7 +47,12 @@ class Cell:
 
 
 def measure(
-    cells: Sequence[Cell], n_rounds: int, path: Path, timeout_s: float, tell: Callable[[str], None]
+    cells: Sequence[Cell],
+    n_rounds: int,
+    path: Path,
+    timeout_s: float,
+    tell: Callable[[str], None],
+    side_by_side: bool = False,
 ) -> dict[str, Any]:
     """Run every cell `n_rounds` times and write a file, whose runs are kept unless they failed.
 
@@ -60,6 +66,8 @@ def measure(
         path: JSON; written after each run, so that an interrupted run can continue.
         timeout_s: Limit of one run.
         tell: Takes one line per run.
+        side_by_side: The jobs of a group live at the same time, and take turns of the steps that a
+            run would have: see `benchmarks.alternate`. What was interrupted begins anew.
 
     Returns:
         The content of the file.
@@ -68,20 +76,41 @@ def measure(
     content["runs"] = [run for run in content["runs"] if "error" not in run]
     session, done = _begin(content, cells)
     groups = dict.fromkeys(cell.group for cell in cells)
+
+    def keep(cell: Cell, run: dict[str, Any]) -> None:
+        run = {**asdict(cell), "arguments": list(cell.arguments), "session": session, **run}
+        sessions.add(content, run)
+        sessions.write(path, content)
+        tell(_line(run))
+
     with cluster_for([(cell.place, cell.n_ranks) for cell in cells]):
         for group in groups:
             turns = [cell for cell in cells if cell.group == group]
+            if side_by_side:
+                if not all((*cell.key, n_rounds - 1) in done for cell in turns):
+                    _run_side_by_side(turns, n_rounds, timeout_s, keep)
+                continue
             for number in range(n_rounds):
                 # To and fro: none always comes after the same other one, or last.
                 for cell in turns[:: -1 if number % 2 else 1]:
                     if (*cell.key, number) in done or 0 < cell.most_rounds <= number:
                         continue
-                    run = {"session": session, "round": number, **run_cell(cell, timeout_s)}
-                    run = {**asdict(cell), "arguments": list(cell.arguments), **run}
-                    sessions.add(content, run)
-                    sessions.write(path, content)
-                    tell(_line(run))
+                    keep(cell, {"round": number, **run_cell(cell, timeout_s)})
     return content
+
+
+def _run_side_by_side(
+    cells: Sequence[Cell],
+    n_rounds: int,
+    timeout_s: float,
+    keep: Callable[[Cell, dict[str, Any]], None],
+) -> None:
+    total_s = timeout_s * len(cells)  # while others have their turns, time goes on
+    run_cells = [functools.partial(run_cell, cell, total_s) for cell in cells]
+    runs = alternate.measure(run_cells, [cell.n_ranks for cell in cells], n_rounds)
+    for cell, found in zip(cells, runs, strict=True):
+        for run in found:
+            keep(cell, run)
 
 
 def _begin(content: dict[str, Any], cells: Sequence[Cell]) -> tuple[str, set[tuple]]:
@@ -95,8 +124,10 @@ def _begin(content: dict[str, Any], cells: Sequence[Cell]) -> tuple[str, set[tup
     return session, {(*sessions.key_of(run), run["round"]) for run in done}
 
 
-def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
-    """Run one cell once.
+def run_cell(
+    cell: Cell, timeout_s: float, variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run one cell once, with some environment variables in addition.
 
     Returns:
         "samples": durations in seconds per case, the slowest rank's each; "sent_bytes" per case
@@ -118,6 +149,7 @@ def run_cell(cell: Cell, timeout_s: float) -> dict[str, Any]:
             "BENCH_LOG": str(Path(folder) / "log"),
             "BENCH_STARTED": repr(time.time()),
             "BENCH_HOSTS": str(parse_place(cell.place, cell.n_ranks).n_hosts),
+            **(variables or {}),
         }
         before = provenance.load()
         commit = provenance.commit()

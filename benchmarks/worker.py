@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# The environment variable with the folder and the number of `Turns`, of jobs that take turns.
+TURNS = "BENCH_TURNS"
+_POLL_S = 0.01
+
 
 def parser() -> argparse.ArgumentParser:
     """Return a parser with the options of every worker."""
@@ -48,6 +52,51 @@ def link_bytes() -> int:
     return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text()) if link else 0
 
 
+class Turns:
+    """Files by which jobs that live side by side take turns, see `benchmarks.alternate`.
+
+    Attributes:
+        folder: Of the job.
+        n: Number of turns.
+    """
+
+    def __init__(self, folder: Path, n: int) -> None:
+        self.folder, self.n = folder, n
+
+    @classmethod
+    def of_environment(cls) -> Turns | None:
+        """Return those of this process, or None if it is measured as a whole."""
+        folder, _, n = os.environ.get(TURNS, "").rpartition(":")
+        return cls(Path(folder), int(n)) if folder else None
+
+    def wait(self, turn: int) -> None:
+        """Tell that this process is ready for its turn, and wait until it begins.
+
+        Raises:
+            FileNotFoundError: The folder has gone: nobody measures any more.
+        """
+        self._tell(f"ready{turn}")
+        while not self.beginning(turn).exists():
+            if not self.folder.exists():
+                raise FileNotFoundError(f"{self.folder} has gone: nobody measures any more.")
+            time.sleep(_POLL_S)  # other jobs have the cores; this process is stopped meanwhile
+
+    def beginning(self, turn: int) -> Path:
+        """Return the file that is there once a turn has begun."""
+        return self.folder / f"begin{turn}"
+
+    def ready_for(self, turn: int) -> list[int]:
+        """Return the ids of the processes that are ready for a turn; after the last, at its end."""
+        return [int(path.suffix[1:]) for path in self.folder.glob(f"ready{turn}.*")]
+
+    def end(self) -> None:
+        """Tell that this process has had all its turns."""
+        self._tell(f"ready{self.n}")
+
+    def _tell(self, what: str) -> None:
+        (self.folder / f"{what}.{os.getpid()}").touch()
+
+
 def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1) -> Samples:
     """Measure a call.
 
@@ -57,15 +106,24 @@ def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1)
         repeats: Blocks kept.
         block: Calls whose mean is one duration, where not every call does the same.
     """
-    durations = []
-    sent = link_bytes()
-    for _ in range(warmup + repeats):
-        start = time.perf_counter()
-        for _ in range(block):
-            run()
-        durations.append((time.perf_counter() - start) / block)
-    sent = link_bytes() - sent
-    return Samples(durations[warmup:], sent / (block * (warmup + repeats)))
+    durations: list[float] = []
+    sent = 0
+    turns = Turns.of_environment()
+    for turn in range(turns.n if turns else 1):
+        if turns:
+            turns.wait(turn)
+        before = link_bytes()
+        for _ in range(warmup + repeats):
+            start = time.perf_counter()
+            for _ in range(block):
+                run()
+            durations.append((time.perf_counter() - start) / block)
+        sent += link_bytes() - before
+        del durations[-warmup - repeats : len(durations) - repeats]
+    if turns:
+        turns.end()
+    n_calls = block * (warmup + repeats) * len(durations) / repeats
+    return Samples(durations, sent / n_calls)
 
 
 def sample_in_turn(

@@ -30,7 +30,7 @@ class FakeRuns(list):
 
     commit, act = "abc", staticmethod(lambda: None)
 
-    def run_cell(self, cell, timeout_s):
+    def run_cell(self, cell, timeout_s, variables=None):
         self.act()
         self.append(cell.system)
         found = {"samples": {"vgg": [SECONDS[cell.system]] * 3}, "bytes": {}, "load": [1.0, 2.0]}
