@@ -40,7 +40,7 @@ class Job:
 
     def take(self, turn: int) -> None:
         """Let the ranks go on for one turn."""
-        self._turns.beginning(turn).touch()
+        self._signal(signal.SIGCONT)
         self._turns.beginning(turn).touch()
         self._wait(turn + 1)
         self._signal(signal.SIGSTOP)
