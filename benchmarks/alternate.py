@@ -67,7 +67,10 @@ class Job:
 
 
 def measure(
-    run_cells: Sequence[Callable[[dict[str, str]], Run]], n_ranks: Sequence[int], n_turns: int
+    run_cells: Sequence[Callable[[dict[str, str]], Run]],
+    n_ranks: Sequence[int],
+    n_turns: int,
+    tell: Callable[[str], None],
 ) -> list[list[Run]]:
     """Run cells side by side, each in turn, to and fro.
 
@@ -75,6 +78,7 @@ def measure(
         run_cells: Of each cell what runs it with some environment variables in addition.
         n_ranks: Of each cell.
         n_turns: Of each cell.
+        tell: Takes a line after each turn of all.
 
     Returns:
         Of each cell one run per turn; one with its "error" if it failed. Bytes of links, memory and
@@ -96,6 +100,7 @@ def measure(
             for turn in range(n_turns):
                 for job in jobs[:: -1 if turn % 2 else 1]:
                     job.take(turn)
+                tell(f"turn {turn + 1} of {n_turns}")
             return [_by_turn(job.finish(), n_turns) for job in jobs]
         finally:
             for job in jobs:

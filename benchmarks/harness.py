@@ -65,7 +65,7 @@ def measure(
         n_rounds: Times that each group's cells are gone through.
         path: JSON; written after each run, so that an interrupted run can continue.
         timeout_s: Limit of one run.
-        tell: Takes one line per run.
+        tell: Takes lines: one per run, and those of progress.
         side_by_side: The jobs of a group live at the same time, and take turns of the steps that a
             run would have: see `benchmarks.alternate`. What was interrupted begins anew.
 
@@ -88,7 +88,7 @@ def measure(
             turns = [cell for cell in cells if cell.group == group]
             if side_by_side:
                 if not all((*cell.key, n_rounds - 1) in done for cell in turns):
-                    _run_side_by_side(turns, n_rounds, timeout_s, keep)
+                    _run_side_by_side(turns, n_rounds, timeout_s, keep, tell)
                 continue
             for number in range(n_rounds):
                 # To and fro: none always comes after the same other one, or last.
@@ -104,10 +104,12 @@ def _run_side_by_side(
     n_rounds: int,
     timeout_s: float,
     keep: Callable[[Cell, dict[str, Any]], None],
+    tell: Callable[[str], None],
 ) -> None:
     total_s = timeout_s * len(cells)  # while others have their turns, time goes on
     run_cells = [functools.partial(run_cell, cell, total_s) for cell in cells]
-    runs = alternate.measure(run_cells, [cell.n_ranks for cell in cells], n_rounds)
+    tell(f"{cells[0].group}: {len(cells)} jobs side by side")
+    runs = alternate.measure(run_cells, [cell.n_ranks for cell in cells], n_rounds, tell)
     for cell, found in zip(cells, runs, strict=True):
         for run in found:
             keep(cell, run)

@@ -56,7 +56,7 @@ def test_jobs_take_turns_to_and_fro_and_others_are_stopped(tmp_path):
     log = tmp_path / "log"
     one = functools.partial(run_job, log, "a")
     two = functools.partial(run_job, log, "b", n_ranks=2)
-    first, second = alternate.measure([one, two], [1, 2], 3)
+    first, second = alternate.measure([one, two], [1, 2], 3, lambda line: None)
     assert log.read_text() == "aaa" + 2 * "bbb" + 2 * "bbb" + "aaa" + "aaa" + 2 * "bbb"
     assert [run["round"] for run in first] == [0, 1, 2]
     assert [run["samples"]["vgg"] for run in second] == [[0, 1], [2, 3], [4, 5]]
@@ -68,13 +68,13 @@ def test_a_job_that_fails_does_not_end_the_others(tmp_path):
     log = tmp_path / "log"
     one = functools.partial(run_job, log, "a", fails="yes")
     two = functools.partial(run_job, log, "b")
-    failed, others = alternate.measure([one, two], [1, 1], 2)
+    failed, others = alternate.measure([one, two], [1, 1], 2, lambda line: None)
     assert failed == [{"error": "exit code 3", "round": 0}]
     assert len(others) == 2 and log.read_text().count("b") == 6
 
 
 def test_the_harness_keeps_a_run_per_turn(fake_runs, monkeypatch, tmp_path):
-    def measure(run_cells, n_ranks, n_turns):
+    def measure(run_cells, n_ranks, n_turns, tell):
         found = [run_cell({}) for run_cell in run_cells]
         return [[{**run, "round": turn} for turn in range(n_turns)] for run in found]
 
@@ -84,6 +84,6 @@ def test_the_harness_keeps_a_run_per_turn(fake_runs, monkeypatch, tmp_path):
     content = harness.measure(*how)
     turns = [(run["system"], run["round"]) for run in content["runs"]]
     assert turns == [(cell.system, turn) for cell in CELLS for turn in range(3)]
-    assert len(told) == 9 and len(fake_runs) == 3
+    assert len(told) == 10 and len(fake_runs) == 3
     harness.measure(*how)
     assert len(fake_runs) == 3  # all is done
