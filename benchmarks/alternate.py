@@ -39,7 +39,7 @@ class Job:
         self._signal(signal.SIGSTOP)
 
     def take(self, turn: int) -> None:
-        """Let the ranks go on for one turn."""
+        """Continue the ranks for one turn."""
         self._signal(signal.SIGCONT)
         self._turns.beginning(turn).touch()
         self._wait(turn + 1)

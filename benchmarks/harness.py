@@ -67,7 +67,7 @@ def measure(
         timeout_s: Limit of one run.
         tell: Takes lines: one per run, and those of progress.
         side_by_side: The jobs of a group live at the same time, and take turns of the steps that a
-            run would have: see `benchmarks.alternate`. What was interrupted begins anew.
+            run would have: see `benchmarks.alternate`. What was interrupted is measured again.
 
     Returns:
         The content of the file.
@@ -106,7 +106,7 @@ def _run_side_by_side(
     keep: Callable[[Cell, dict[str, Any]], None],
     tell: Callable[[str], None],
 ) -> None:
-    total_s = timeout_s * len(cells)  # while others have their turns, time goes on
+    total_s = timeout_s * len(cells)  # others have their turns meanwhile
     run_cells = [functools.partial(run_cell, cell, total_s) for cell in cells]
     tell(f"{cells[0].group}: {len(cells)} jobs side by side")
     runs = alternate.measure(run_cells, [cell.n_ranks for cell in cells], n_rounds, tell)

@@ -73,12 +73,12 @@ class Turns:
         """Tell that this process is ready for its turn, and wait until it begins.
 
         Raises:
-            FileNotFoundError: The folder has gone: nobody measures any more.
+            FileNotFoundError: The folder has gone: the measurement has ended.
         """
         self._tell(f"ready{turn}")
         while not self.beginning(turn).exists():
             if not self.folder.exists():
-                raise FileNotFoundError(f"{self.folder} has gone: nobody measures any more.")
+                raise FileNotFoundError(f"{self.folder} has gone: the measurement has ended.")
             time.sleep(_POLL_S)  # other jobs have the cores; this process is stopped meanwhile
 
     def beginning(self, turn: int) -> Path:
