@@ -86,8 +86,9 @@ def measure(
     """
     context = multiprocessing.get_context("fork")  # jobs are in the cluster of this process
     with (
-        tempfile.TemporaryDirectory(prefix="tfscale-turns-") as folder,
         ProcessPoolExecutor(len(run_cells), mp_context=context) as pool,
+        # Removed before the pool waits for jobs: those that are not ready yet end by that.
+        tempfile.TemporaryDirectory(prefix="tfscale-turns-", ignore_cleanup_errors=True) as folder,
     ):
         jobs: list[Job] = []
         try:

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks import alternate, harness
 from tests.bench.fakes import CELLS
 
@@ -71,6 +73,24 @@ def test_a_job_that_fails_does_not_end_the_others(tmp_path):
     failed, others = alternate.measure([one, two], [1, 1], 2, lambda line: None)
     assert failed == [{"error": "exit code 3", "round": 0}]
     assert len(others) == 2 and log.read_text().count("b") == 6
+
+
+def test_an_interruption_ends_all_jobs(tmp_path):
+    log = tmp_path / "log"
+    jobs = [functools.partial(run_job, log, name) for name in "ab"]
+
+    def interrupt(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        alternate.measure(jobs, [1, 1], 2, interrupt)
+    assert log.read_text() == "aaabbb"
+
+
+def test_a_job_that_is_never_ready_ends_with_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(alternate.Job, "prepare", lambda job: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        alternate.measure([functools.partial(run_job, tmp_path / "log", "a")], [1], 2, print)
 
 
 def test_the_harness_keeps_a_run_per_turn(fake_runs, monkeypatch, tmp_path):
