@@ -43,9 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--systems", nargs="+", default=(), help=f"only these: {known}")
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--places", nargs="+", default=(), help="memory, 1gbit, 2x4@1gbit, ...")
-    turns = "jobs of a group live side by side and take --rounds turns: ratios within a few percent"
+    turns = "of `step`, but not in `fit`: jobs live side by side and take --rounds turns"
     parser.add_argument("--side-by-side", action="store_true", help=turns)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of one run")
+    limit = "seconds of one run; side by side, times the number of jobs"
+    parser.add_argument("--timeout", type=float, default=600.0, help=limit)
     default = "JSON; default: build/bench/ with quick.json, table.json or full.json"
     parser.add_argument("--output", type=Path, help=default)
     return parser
@@ -62,6 +63,13 @@ def main() -> int:
         cells = cells_of(options.suites, choice)
     except ValueError as error:
         parser.error(str(error))
+    if options.side_by_side:
+        cells = [cell for cell in cells if not cell.system.endswith("-fit")]
+        if not cells or {cell.suite for cell in cells} != {"step"}:
+            parser.error(
+                "Side by side only the systems of `step` are measured that do not train in `fit`. "
+                f"Received: {' '.join(options.suites)}. Leave --side-by-side out for others."
+            )
     path = options.output or ROOT / "build" / "bench" / f"{extent}.json"
     rounds = options.rounds or (1 if options.quick else 3)
     content = measure(cells, rounds, path, options.timeout, tell, options.side_by_side)

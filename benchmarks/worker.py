@@ -106,12 +106,14 @@ def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1)
         repeats: Blocks kept.
         block: Calls whose mean is one duration, where not every call does the same.
     """
-    durations: list[float] = []
+    kept: list[float] = []
     sent = 0
     turns = Turns.of_environment()
-    for turn in range(turns.n if turns else 1):
+    n_turns = turns.n if turns else 1
+    for turn in range(n_turns):
         if turns:
             turns.wait(turn)
+        durations = []
         before = link_bytes()
         for _ in range(warmup + repeats):
             start = time.perf_counter()
@@ -119,11 +121,10 @@ def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1)
                 run()
             durations.append((time.perf_counter() - start) / block)
         sent += link_bytes() - before
-        del durations[-warmup - repeats : len(durations) - repeats]
+        kept += durations[warmup:]
     if turns:
         turns.end()
-    n_calls = block * (warmup + repeats) * len(durations) / repeats
-    return Samples(durations, sent / n_calls)
+    return Samples(kept, sent / (n_turns * block * (warmup + repeats)))
 
 
 def sample_in_turn(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benchmarks import __main__ as main
 from benchmarks import alternate, harness
 from tests.bench.fakes import CELLS
 
@@ -107,3 +108,19 @@ def test_the_harness_keeps_a_run_per_turn(fake_runs, monkeypatch, tmp_path):
     assert len(told) == 10 and len(fake_runs) == 3
     harness.measure(*how)
     assert len(fake_runs) == 3  # all is done
+
+
+def test_side_by_side_is_for_steps_outside_of_fit(monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr(main, "leave_on_sigterm", lambda: None)
+    monkeypatch.setattr(main, "measure", lambda cells, *_: measured.extend(cells) or {"runs": []})
+    words = ["--places", "memory", "--models", "resnet20", "--side-by-side"]
+    monkeypatch.setattr("sys.argv", ["benchmarks", "step", *words])
+    assert main.main() == 0
+    systems = {cell.system for cell in measured}
+    assert "tfscale-auto" in systems and "tfscale-auto-fit" not in systems
+    for suites in (["collectives"], ["step", "collectives"]):
+        monkeypatch.setattr("sys.argv", ["benchmarks", *suites, *words])
+        with pytest.raises(SystemExit):
+            main.main()
+        assert "side by side" in capsys.readouterr().err.lower()

@@ -104,10 +104,11 @@ def test_places_and_their_cells():
 
 
 def test_bytes_of_links_are_counted_per_call(monkeypatch):
-    counter = iter([1000, 7000])
+    counter = iter([1000, 7000, 7000, 8000])
     monkeypatch.setattr(worker, "link_bytes", lambda: next(counter))
     samples = worker.sample(lambda: None, warmup=1, repeats=2, block=4)
     assert (len(samples.seconds), samples.sent_bytes) == (2, 500.0)
+    assert worker.sample(lambda: None, warmup=2, repeats=0) == worker.Samples([], 500.0)
 
 
 FAKE_PYTHON = """#!/bin/sh
