@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+import time
 
 import keras
 import numpy as np
@@ -215,6 +216,26 @@ def test_training_goes_on_while_files_are_written(tmp_path, monkeypatch):
     after = []
     fit(Checkpoint(tmp_path, 99), Act(0, lambda: after.extend(values_of(model))), model=model)
     require_identical(after, at_two)
+
+
+def test_a_fit_waits_for_what_an_interrupted_one_writes(tmp_path, monkeypatch):
+    write = files.write_part
+
+    def write_late(*what):
+        time.sleep(1)
+        write(*what)
+
+    def train(every_n_steps, act):
+        data = GlobalBatches(*arrays(), batch_size=BATCH)
+        build().fit(data, verbose=0, callbacks=[Checkpoint(tmp_path, every_n_steps), act])
+
+    monkeypatch.setattr(files, "write_part", write_late)
+    with pytest.raises(Interruption):
+        train(2, Act(3, interrupt))
+    assert not steps_in(tmp_path)
+    rest = Act(-1, interrupt)
+    train(99, rest)
+    assert rest.batches == [2, 3]
 
 
 def with_nan_in_the_last_row():

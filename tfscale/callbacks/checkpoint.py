@@ -80,7 +80,7 @@ class Checkpoint(Callback):
         return session is not None and self in session.callbacks
 
     def _restart(self) -> None:
-        self._saver.wait()  # a `fit` that ended by an error may have begun a checkpoint
+        self._saver.wait_for_earlier()
         self._position = Position()
         self._saved = 0  # steps before the last checkpoint
         self._schedule.restart()

@@ -31,14 +31,16 @@ ROUND_S = 1.0
 class Saver:
     """Writes one checkpoint at a time; an error of writing is kept for `wait`."""
 
+    # All savers of a process share one thread, so that a `fit` can wait for what an earlier one,
+    # ended by an error, has begun to write. Python waits at exit, until the files are complete.
+    _executor = ThreadPoolExecutor(1, "tfscale-checkpoint")
+
     def __init__(self, directory: Path, keep: int, is_shared: bool, is_asynchronous: bool) -> None:
         self.directory = directory  # used by rank 0 only if it is not shared
         self.keep = keep  # number of finished checkpoints that stay
         self.is_shared = is_shared  # each rank writes its part; otherwise all are sent to rank 0
         self.runs: set[str] = set()  # of this job; rank 0 deletes unfinished ones of other runs
         self.is_asynchronous = is_asynchronous
-        # Python waits for this thread at exit, until the files are complete.
-        self._executor = ThreadPoolExecutor(1, "tfscale-checkpoint")
         self._job: Future[None] | None = None
 
     def name_run(self) -> str:
@@ -152,6 +154,11 @@ class Saver:
         job, self._job = self._job, None
         error = None if job is None else job.exception()
         return "" if error is None else f"{type(error).__name__}: {error}"
+
+    def wait_for_earlier(self) -> None:
+        """Wait until this process writes no checkpoint any more, of no other saver either."""
+        self.wait()
+        self._executor.submit(int).result()
 
     def finish(self) -> None:
         """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
