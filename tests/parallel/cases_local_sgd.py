@@ -1,7 +1,10 @@
 """Groups that average, and their distance: equal to single processes, float64, 1e-10."""
 
+from functools import partial
+
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfscale
 import tfscale.keras as hvd
@@ -128,6 +131,23 @@ def case_groups_wait_while_the_rate_does_not_fall():
         strategy = tfscale.LocalSGD(2, 4, start="after_first_decay")
         model = train("sgd", strategy, epochs=5, callbacks=[keep])
         assert model.optimizer.waits_for_groups
+
+
+@sizes(4, timeout_s=120)
+def case_averages_reach_shards_without_a_gradient():
+    """A step that averages may have no gradient of a parameter that earlier ones have changed."""
+    for is_traced in (False, True):
+        with float64():
+            both = [keras.Variable(np.zeros(8), name=name) for name in ("used", "unused")]
+            strategy = tfscale.LocalSGD(2, 2, tfscale.Sharded(bucket_mb=1e-5))
+            optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(1.0), exchange=strategy)
+            optimizer.build(both)
+            group = tf.fill([8], float(tfscale.rank() // 2))
+            for gradients in ([group, group], [group, None]):
+                step = partial(optimizer.apply, gradients, both)
+                tf.function(step)() if is_traced else step()
+            require_identical(both[0].numpy(), np.full(8, -1.0))
+            require_identical(both[1].numpy(), np.full(8, -0.5))
 
 
 def groups_of_hosts():

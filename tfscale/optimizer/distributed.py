@@ -238,12 +238,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Send the parameters that this rank has updated. Collective.
 
         Other buckets must not be sent: their gathers depend on no batch, and TensorFlow runs such
-        ops also in a step that finds no data.
+        ops also in a step that finds no data. Averages change all parameters.
         """
         shards = self._self_executor.shards
         if shards is None:
             return
-        has_averages = update_rule(self.__wrapped__).use_ema
+        has_averages = update_rule(self.__wrapped__).use_ema or self.group_average is not None
         updated = None if has_averages else {shards.place(variable) for variable in trained}
         for variable in (
             shards.variables[i] for b in shards.buckets_with(updated) for i in b.indices
