@@ -110,7 +110,7 @@ class Settings:
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),
             ("save_timeout_s", 0.01, float("inf")),
-            ("chunk_bytes", 64, 2**40),
+            ("chunk_bytes", 64, 2**30),
             ("window_bytes", 1, 2**50),
             ("host_memory", 0, 2**50),
             ("reduce_threads", 0, 1024),

@@ -60,6 +60,13 @@ HostPlace FindHostPlace(MPI_Comm parent) {
                       local),
         "MPI_Allreduce");
   place.cores = CoresOfRank(mine, users);
+  std::vector<int> before(mine.size());  // of rank 0 MPI_Exscan sets nothing
+  Check(MPI_Exscan(mine.data(), before.data(), static_cast<int>(mine.size()), MPI_INT, MPI_SUM,
+                   local),
+        "MPI_Exscan");
+  for (size_t core = 0; place.local_rank > 0 && core < mine.size(); ++core) {
+    if (mine[core] > 0) place.sharers_before = std::max(place.sharers_before, before[core]);
+  }
   MPI_Comm_free(&local);
 
   MPI_Comm cross = MPI_COMM_NULL;

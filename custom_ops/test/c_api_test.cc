@@ -1,6 +1,8 @@
 // The interface that Python calls.
 #include "comm/c_api.h"
 
+#include <sched.h>
+
 #include <string>
 #include <vector>
 
@@ -24,6 +26,26 @@ TEST(NothingWorksBeforeTheStart) {
   CheckFails(tfscale_num_given_up(), "not initialised");
   CheckFails(tfscale_plan_create(0, "f"), "not initialised");
   tfscale_stop();
+}
+
+TEST(RanksBoundToTheSameCoresAreCounted) {
+  cpu_set_t all;
+  CHECK_EQ(sched_getaffinity(0, sizeof(all), &all), 0);
+  HostPlace place{};
+  CHECK_EQ(tfscale_host_place(-1, &place), 0);
+  CHECK_EQ(place.sharers_before, place.local_rank);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE && cores.size() < 2; ++core) {
+    if (CPU_ISSET(core, &all)) cores.push_back(core);
+  }
+  const int n_cores = static_cast<int>(cores.size());
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  CPU_SET(cores[place.local_rank % n_cores], &own);
+  CHECK_EQ(sched_setaffinity(0, sizeof(own), &own), 0);
+  CHECK_EQ(tfscale_host_place(-1, &place), 0);
+  CHECK_EQ(place.sharers_before, place.local_rank / n_cores);
+  CHECK_EQ(sched_setaffinity(0, sizeof(all), &all), 0);
 }
 
 TEST(StartAndStop) {

@@ -26,7 +26,7 @@ from tfscale.measure.layer_times import (
     separate,
 )
 from tfscale.plan.buckets import GradientSpec, owner_of
-from tfscale.plan.costs import Scenario, allreduce_s
+from tfscale.plan.costs import Scenario, allreduce_s, transfer_s
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS, Machine
 from tfscale.plan.parts import bucketed, chunked
@@ -115,6 +115,24 @@ def test_a_measured_machine_takes_as_long_as_the_steps_did():
     plan = bucketed(table, None)
     assert simulate(scenario, plan).step_s < 2.0
     assert simulate(calibrated(scenario, found), plan).step_s == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("per_host", [2, 4])
+def test_several_ranks_per_host_take_as_long_and_send_short_vectors_as_the_engine(per_host):
+    table, _, found = measured(LAST, ("a", "b"), (1000, 4000), (0.25, 0.0))
+    n_ranks = 16
+    apart = measured_machine(table, found, n_ranks, 4, None)
+    shared = measured_machine(table, replace(found, ranks_per_host=per_host), n_ranks, 4, None)
+    assert shared.link(n_ranks) == pytest.approx(apart.link(n_ranks))
+    long_s, short_s = (
+        [allreduce_s(n_bytes, n_ranks, machine, "direct") for machine in (apart, shared)]
+        for n_bytes in (1 << 20, 16384)
+    )
+    assert long_s[0] == pytest.approx(long_s[1])
+    # Relayed only where each rank is a host of its own.
+    direct_s = 2 * transfer_s(16384, n_ranks, shared)
+    assert short_s[0] != pytest.approx(direct_s, rel=0.05)
+    assert short_s[1] == pytest.approx(direct_s)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_the_environment_is_read_once(monkeypatch):
 
 def test_the_core_of_each_rank_of_a_host():
     usable = [10, 11, 13, 20, 21, 23, 24, 30, 31, 32]  # each of three ranks has three
-    places = [engine.HostPlace(rank, 3, 0, 1, 3) for rank in range(3)]
+    places = [engine.HostPlace(rank, 3, 0, 1, 3, rank) for rank in range(3)]
     for rule, cores in (
         ("none", [-1, -1, -1]),
         ("7,3,5", [7, 3, 5]),
@@ -86,7 +86,9 @@ def test_the_core_of_each_rank_of_a_host():
         ("last", [13, 23, 31]),
     ):
         assert [engine.pinned_core(rule, place, usable) for place in places] == cores
-    bound = engine.HostPlace(1, 3, 0, 1, 2)
+    bound = engine.HostPlace(1, 3, 0, 1, 2, 0)
     assert engine.pinned_core("last", bound, [2, 3]) == 3
+    socket = [engine.HostPlace(rank, 4, 0, 1, 2, rank % 2) for rank in (2, 3)]
+    assert [engine.pinned_core("last", place, range(8, 12)) for place in socket] == [9, 11]
     with pytest.raises(ConfigError, match="a core for each of the 3 ranks of a host"):
         engine.pinned_core("7,3", places[2], usable)

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.events import Listener, clock_ns
 from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.config import settings
 from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
 from tfscale.plan.costs import Scenario, relayed, share
 from tfscale.plan.layers import Layer, LayerTable
@@ -105,7 +106,14 @@ _SHORT, _LONG = 2**10, 2**20  # values
 _MOST_OVERLAP = 10.0  # bound on the number of messages that are assumed to overlap
 
 
-def _measure_messages() -> tuple[float, float]:
+def _ranks_per_host() -> int:
+    """Return the number of ranks on each host; 1 if hosts have different numbers. Collective."""
+    own = min(settings().ranks_per_host or runtime.local_size(), runtime.size())
+    every = objects.allgather_object(own, name="ranks of a host")
+    return own if set(every) == {own} and runtime.size() % own == 0 else 1
+
+
+def _measure_messages(n_hosts: int) -> tuple[float, float]:
     """Return seconds of the messages of an allreduce, and seconds per byte. Collective.
 
     A short one takes fewer messages than those of gradients, which go to owners and come back.
@@ -118,7 +126,7 @@ def _measure_messages() -> tuple[float, float]:
         return collective_s(run)
 
     short_s, long_s, n_ranks = duration_s(_SHORT), duration_s(_LONG), runtime.size()
-    short = relayed(_SHORT * BYTES_PER_VALUE, n_ranks, n_ranks)
+    short = relayed(_SHORT * BYTES_PER_VALUE, n_ranks, n_hosts)
     if short is not None:
         short_s *= 2 * (n_ranks - 1) / short.n_messages
     per_byte = (long_s - short_s) / ((_LONG - _SHORT) * BYTES_PER_VALUE)
@@ -158,6 +166,7 @@ class LayerMeasurement:
     before_s: float  # from the begin of a step to the first gradient
     after_s: float  # from the end of the last exchange to the end of the step
     step_s: float
+    ranks_per_host: int = 1
     compute_share: float = 1.0  # of `separate`, see `Machine`
     message_share: float = 1.0
 
@@ -190,7 +199,8 @@ def time_layers(layers: Sequence[str]) -> Generator[None, None, LayerMeasurement
     times = [float(np.median(own)) for own in zip(*(s.times_s for s in whole), strict=True)]
     n_bytes = [whole[0].n_bytes[place] for place in seen]
     every = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
-    messages = _measure_messages()
+    per_host = _ranks_per_host()
+    messages = _measure_messages(runtime.size() // per_host)
     if len(seen) < 2 or any(rank[0] != seen for rank in every):
         return None
     n_bytes = every[0][3]
@@ -202,6 +212,7 @@ def time_layers(layers: Sequence[str]) -> Generator[None, None, LayerMeasurement
         tuple(n_bytes),
         tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
         *(message_s, byte_s, before_s, after_s, step_s),
+        ranks_per_host=per_host,
     )
 
 
@@ -252,10 +263,14 @@ def measured_machine(
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
     byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
+    rate, n_hosts = 2 * share(n_ranks) / byte_s, n_ranks // found.ranks_per_host
     machine = known or Machine(
         name="measured",
         latency_s=found.message_s / (2 * (n_ranks - 1)),
-        bytes_per_s=2 * share(n_ranks) / byte_s,
+        # See `Machine.link`, which takes as long for all ranks.
+        bytes_per_s=rate * share(n_hosts) / share(n_ranks) if n_hosts > 1 else rate,
+        host_bytes_per_s=rate,
+        ranks_per_host=found.ranks_per_host,
         reduce_bytes_per_s=_FREE,
         flops_per_s=_FREE,
         memory_bytes_per_s=5 * BYTES_PER_VALUE * table.n_values / max(found.after_s, 1e-9),

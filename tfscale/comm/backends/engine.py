@@ -65,7 +65,8 @@ class HostPlace(ctypes.Structure):
     """Mirror of `HostPlace` in custom_ops/comm/host_place.h."""
 
     _fields_ = _fields(
-        ctypes.c_int32, "local_rank", "local_size", "cross_rank", "cross_size", "cores"
+        ctypes.c_int32,
+        *("local_rank", "local_size", "cross_rank", "cross_size", "cores", "sharers_before"),
     )
 
 
@@ -173,10 +174,8 @@ def pinned_core(rule: str, place: HostPlace, usable: Sequence[int]) -> int:
     if rule == "none":
         return -1
     if rule == "last":
-        # A rank that shares these cores has its part of them, the others of the host theirs.
-        is_bound = place.cores == len(usable)
-        n_before = 0 if is_bound else place.local_rank * place.cores
-        return usable[min(n_before + place.cores, len(usable)) - 1]
+        end = (place.sharers_before + 1) * place.cores  # of this rank's part of shared cores
+        return usable[min(end, len(usable)) - 1]
     first, _, step = rule.partition("+")
     if step:
         return int(first) + place.local_rank * int(step)

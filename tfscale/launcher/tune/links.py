@@ -257,17 +257,18 @@ def too_noisy(machine: Machine, max_spread: float) -> list[str]:
 def main(options: argparse.Namespace) -> int:
     """Measure; rank 0 writes the file, unless the numbers are too noisy. Collective."""
     tfscale.init()
-    size, local = runtime.size(), runtime.local_size()
+    size = runtime.size()
     if not events.has_events() or size < 2:
         raise ExchangeError(
             "Links are measured by the engine between two ranks or more. Received: backend="
             f"{runtime.backend().name} with {size}. Start it with tfscale tune links -np 2."
         )
-    every = objects.allgather_object(local, name="ranks of a host")
-    if len(set(every)) > 1:
+    every = objects.allgather_object(runtime.local_rank(), name="local ranks")
+    local = size // every.count(0)
+    if every != [rank % local for rank in range(size)]:
         raise ExchangeError(
-            "Links are measured where hosts have equally many ranks. Received: "
-            f"{every}, of the host of each rank. Choose -np and -H so that they have."
+            "Links are measured between hosts with equally many ranks, started host by host. "
+            f"Received: local ranks {every}, in rank order. Choose -np and -H so that they are."
         )
     model = None
     if options.model or options.model_file:  # before the measurements, which take minutes
