@@ -14,11 +14,12 @@ from typing import IO
 # Seconds for a run to end after it was asked, and asked again: `tfscale run` gives its ranks 30
 # after the first signal and none after the second.
 PATIENCE_S = (45.0, 10.0)
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end_on_signals() -> None:
     """Make SIGINT, SIGTERM and SIGHUP exceptions, so that `call` ends the run it waits for."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDS:
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, say
             signal.signal(number, _leave)
 
@@ -66,16 +67,24 @@ def call(words: Sequence[str], log: Path, lock: IO[str] | None = None) -> int:
     """
     held = () if lock is None else (lock.fileno(),)
     with open(log, "a", encoding="utf-8") as file:
-        # A session of its own: Ctrl-C reaches the command once, through this process.
-        child = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=held,
-        )
+        # Signals wait until there is a child that they can end.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
         try:
+            # A session of its own: Ctrl-C reaches the command once, through this process.
+            child = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=held,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+            )
+        except BaseException:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return child.wait()
         except BaseException:
             _end(child)

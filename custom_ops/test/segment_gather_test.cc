@@ -223,7 +223,7 @@ TEST(StoppingWaitsForWhatWasPosted) {
     const int plan = tfscale_plan_create(0, "train");
     CHECK_EQ(tfscale_plan_add_slot(plan, "gather", ""), 0);
     const Parts parts(EvenCuts(tfscale_size(), 100003), tfscale_rank(), 2);
-    if (tfscale_rank() == 0) SleepMs(100);
+    if (tfscale_rank() == 0) SleepMs(500);
     PostFor(parts, {"gather", 0, plan, 0});
     if (tfscale_rank() > 0) CHECK_EQ(tfscale_num_pending(), int64_t{1});
     if (is_drained) tfscale_drain();

@@ -15,6 +15,8 @@ START = """
 import os, signal, sys, time
 import keras, numpy as np, tensorflow as tf
 import tfscale, tfscale.keras as hvd
+from tests.helpers.launching import meet
+meet(__file__)
 hvd.init()
 rank = hvd.rank()
 x, y = np.ones((4096, 4)), np.ones((4096, 1))

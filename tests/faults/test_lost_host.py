@@ -12,7 +12,7 @@ from tools.cluster import commands, control
 from tools.cluster.state import script_path
 
 NAME = f"lost{os.getpid()}"
-LIMIT_S = 30
+LIMIT_S = 60
 # Ranks wait for their end: the job must be over long before this sleep.
 WAITS = """
 import os, sys, time

@@ -15,6 +15,8 @@ TRAINING = """
 import os, signal, sys, time
 import keras, numpy as np
 import tfscale, tfscale.keras as hvd
+from tests.helpers.launching import meet
+meet(__file__)
 hvd.init()
 rank = hvd.rank()
 
@@ -59,13 +61,15 @@ class Job:
     def ready(self, rank, timeout_s=START_S):
         """Wait for the line "READY rank pid time ."; return process id and time."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and self.process.poll() is None:
+        while True:
+            is_last = self.process.poll() is not None or time.monotonic() > deadline
             _, found, rest = self.output().partition(f"READY {rank} ")
             if found and " ." in rest:
                 pid, at = rest.split()[:2]
                 return int(pid), float(at)
+            if is_last:
+                raise AssertionError(self.output())
             time.sleep(0.05)
-        raise AssertionError(self.output())
 
     def pids(self, size=2):
         """Wait for the lines of all ranks; return their process ids."""

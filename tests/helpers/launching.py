@@ -3,10 +3,12 @@
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.helpers.environment import QUIET
+from tfscale.comm.process import discover
 from tfscale.testing.processes import Finished, Started, run_command, start
 
 # With `python -u`, a call of print with two values writes four times, and ranks share the output.
@@ -23,6 +25,19 @@ def write_script(path: Path, text: str) -> list[str]:
     """Write a script whose printed lines arrive whole; return the command that runs it."""
     path.write_text(_WHOLE_LINES + text)
     return [sys.executable, str(path)]
+
+
+def meet(script: str) -> None:
+    """Wait in a script until all its ranks have come this far, as their imports may end apart.
+
+    Short limits of waiting count from `tfscale.init` on.
+    """
+    name = f"attempt-{os.environ.get('TFSCALE_RESTART')}"
+    place = discover(os.environ)
+    assert place is not None
+    Path(script).with_name(f"{name}-{place.rank}").touch()
+    while len(list(Path(script).parent.glob(f"{name}-*"))) < place.size:
+        time.sleep(0.01)
 
 
 def start_job(

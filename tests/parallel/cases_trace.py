@@ -96,7 +96,7 @@ class LateRate(keras.optimizers.schedules.LearningRateSchedule):
 
     def __call__(self, step):
         def wait(_):
-            time.sleep(0.03 * tfscale.rank())
+            time.sleep(0.1 * tfscale.rank())
             return np.float32(1e-3)
 
         return tf.ensure_shape(tf.numpy_function(wait, [step], tf.float32), ())
@@ -113,7 +113,7 @@ def slow_batches():
 
 @sizes(2, timeout_s=120)
 def case_input_and_forward_waits_are_split_from_computing():
-    """Batches that take 100 ms each; then parameters that rank 1 sends 30 ms late."""
+    """Batches that take 100 ms each; then parameters that rank 1 sends 100 ms late."""
     spec = (tf.TensorSpec((4, 64)), tf.TensorSpec((4, 64)))
     slow = tf.data.Dataset.from_generator(slow_batches, output_signature=spec)
     fast = tf.data.Dataset.from_tensors(next(slow_batches())).repeat(N_STEPS)

@@ -14,7 +14,6 @@ from tests.helpers.cases import engine_only, sizes
 from tests.helpers.equality import dense_model
 from tests.helpers.ranks import outcome, require_error, shared_folder
 from tests.parallel.local_sgd_reference import BATCH, STEPS, samples
-from tfscale.comm import runtime
 from tfscale.launcher.tune import links
 from tfscale.launcher.tune.links import measure_model
 from tfscale.launcher.tune.scripts import (
@@ -68,7 +67,7 @@ def case_groups_go_on_apart_behind_an_epoch():
 def case_links_are_measured_host_by_host():
     rank = tfscale.rank()
     for number in (rank // 2, rank % 3):  # by turns; three ranks on one host and one on another
-        with mock.patch.object(runtime, "local_rank", lambda own=number: own):
+        with mock.patch.object(links.runtime, "local_rank", lambda own=number: own):
             require_error(lambda: links.main(None), "started host by host")
 
 

@@ -47,8 +47,7 @@ def test_no_process_is_left_behind(tmp_path):
 def says(*reports):
     """Return a program that prints reports on stderr, among other lines."""
     return "import os, time\n" + "".join(
-        f"os.write(2, b'line {i}\\n'); os.write(2, {encode(report)!r})\n"
-        for i, report in enumerate(reports)
+        f"os.write(2, b'line {i}\\n' + {encode(report)!r})\n" for i, report in enumerate(reports)
     )
 
 
@@ -76,7 +75,7 @@ def test_exit_status_of_ranks_that_left_together():
 def test_a_rank_that_left_first_is_to_blame_whoever_noticed_it_before(capfd):
     told = Report(0, "a", 1, None, True, True, error="rank 1 has left\n", is_told=True)
     left = Report(1, "a", 5, None, True, True, has_left=True)
-    outcome = run(says(told) + "time.sleep(0.8)\n" + says(left) + "time.sleep(60)")
+    outcome = run(says(told) + "time.sleep(0.5)\n" + says(left) + "time.sleep(60)")
     assert outcome.exit_code == 5
     assert outcome.describe().splitlines() == [
         "rank 1 has left",
@@ -163,19 +162,32 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 open(sys.argv[1], "w").close()
 time.sleep(60)
 """
+# It ends in time; what it leaves is killed when the time is over.
+LEAVES_A_STUBBORN_CHILD = POLITE.replace(
+    "open(", "import subprocess; subprocess.Popen(['sh', '-c', \"trap '' TERM; sleep 60\"])\nopen("
+)
 RUNS = """
 import os, sys
 from tfscale.launcher.attempt import StopRequest, run_attempt
-with StopRequest(1.0) as stop:
+with StopRequest(float(sys.argv[3])) as stop:
     command = [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]
     sys.exit(run_attempt(command, os.environ, stop).exit_code)
 """
 
 
-@pytest.mark.parametrize(("code", "expected"), [(STUBBORN, 128 + signal.SIGINT), (POLITE, 75)])
-def test_any_signal_asks_ranks_to_end_and_one_that_ignores_it_is_killed(tmp_path, code, expected):
+@pytest.mark.parametrize(
+    ("code", "grace_s", "expected"),
+    [
+        (STUBBORN, 1.0, 128 + signal.SIGINT),
+        (POLITE, 30.0, 75),
+        (LEAVES_A_STUBBORN_CHILD, 1.5, 75),
+    ],
+)
+def test_any_signal_asks_ranks_to_end_and_one_that_ignores_it_is_killed(
+    tmp_path, code, grace_s, expected
+):
     ready = tmp_path / "ready"
-    process = subprocess.Popen([sys.executable, "-c", RUNS, code, str(ready)])
+    process = subprocess.Popen([sys.executable, "-c", RUNS, code, str(ready), str(grace_s)])
     try:
         deadline = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < deadline:
@@ -200,7 +212,7 @@ READS = "import sys; open(sys.argv[1], 'w').write(sys.stdin.readline())"
 def test_a_job_behind_a_shell_leaves_it_what_is_typed(tmp_path, where, expected):
     terminal, inside = pty.openpty()
     read = tmp_path / "read"
-    command = [sys.executable, "-c", SHELL, where, RUNS, READS, str(read)]
+    command = [sys.executable, "-c", SHELL, where, RUNS, READS, str(read), "1"]
     process = subprocess.Popen(command, stdin=inside, start_new_session=True)
     try:
         os.write(terminal, b"typed\n")

@@ -3,7 +3,6 @@
 import logging
 import os
 import threading
-import time
 
 import keras
 import numpy as np
@@ -219,10 +218,10 @@ def test_training_goes_on_while_files_are_written(tmp_path, monkeypatch):
 
 
 def test_a_fit_waits_for_what_an_interrupted_one_writes(tmp_path, monkeypatch):
-    write = files.write_part
+    write, is_late = files.write_part, threading.Event()
 
     def write_late(*what):
-        time.sleep(1)
+        assert is_late.wait(60)
         write(*what)
 
     def train(every_n_steps, act):
@@ -233,6 +232,7 @@ def test_a_fit_waits_for_what_an_interrupted_one_writes(tmp_path, monkeypatch):
     with pytest.raises(Interruption):
         train(2, Act(3, interrupt))
     assert not steps_in(tmp_path)
+    threading.Timer(1, is_late.set).start()
     rest = Act(-1, interrupt)
     train(99, rest)
     assert rest.batches == [2, 3]

@@ -15,7 +15,7 @@ from tfscale.launcher import cli, doctor, mpi_command
 
 MPI = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
 VERSION = native.present_tensorflow()
-# A process that compiles by writing a file, slowly, and notes that it did.
+# A process that compiles by writing a file, once the other one waits, and notes that it did.
 COMPILER = """
 import sys, time
 from pathlib import Path
@@ -24,12 +24,19 @@ from tfscale.comm import library, native
 def build(output_dir, build_dir):
     with open(sys.argv[1], "a") as notes:
         notes.write("compiled\\n")
-    time.sleep(1)
+    while not waits.exists():
+        time.sleep(0.01)
     (output_dir / native.STAMP_NAME).write_text("{}")
     (output_dir / native.LIBRARY_NAME).write_bytes(b"made")
     return output_dir / native.LIBRARY_NAME
 
-library.build, library.PACKAGED = build, Path("/none")
+def say(who, text, usual=library._say):
+    usual(who, text)
+    if text.startswith("waiting"):
+        waits.touch()
+
+waits = Path(sys.argv[1] + "-waits")
+library.build, library.PACKAGED, library._say = build, Path("/none"), say
 print(library.prepare_library(who=sys.argv[2]))
 """
 

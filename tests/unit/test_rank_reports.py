@@ -1,6 +1,7 @@
 """Messages of the processes beside ranks, among the lines that ranks print."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -89,7 +90,8 @@ SAID = (
 
 
 @pytest.mark.parametrize("prefix", [b"", b"[1] ", b"1: "])
-def test_what_tensorflow_says_at_its_start_is_left_out(prefix):
+def test_what_tensorflow_says_at_its_start_is_left_out(prefix, monkeypatch):
+    monkeypatch.setattr("tfscale.launcher.reports._HELD_S", 60.0)
     lines = [prefix + line for line in (STARTUP + SAID).splitlines(keepends=True)]
     text, kept = (b"".join(own) for own in (lines, lines[len(STARTUP.splitlines()) :]))
     assert read(text, is_quiet=True)[0] == kept
@@ -97,6 +99,34 @@ def test_what_tensorflow_says_at_its_start_is_left_out(prefix):
     slowly = [text[i : i + 1] for i in range(700)] + [text[700:]]
     for chunks, pause_s in ([text[:3], text[3:100], text[100:]], 0.0), (slowly, 0.0005):
         assert read(*chunks, is_quiet=True, pause_s=pause_s)[0] == kept
+
+
+def test_the_process_that_ended_first_is_named_by_a_reader_that_was_kept_waiting():
+    beside = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    (source, out), (passed, target) = os.pipe(), os.pipe()
+    reader = ReportReader(source, target)
+    for rank, process in enumerate(beside):
+        os.write(out, encode(Start(rank, socket.gethostname(), process.pid, 2)))
+    wait_until(lambda: len(reader.pids_beside()) == 2)
+    text = b"x" * 150_000  # more than the reader's output takes
+    os.write(out, text)
+    for process in reversed(beside):
+        process.kill()
+        process.wait()
+    with os.fdopen(passed, "rb") as file:
+        assert file.read(len(text)) == text
+        wait_until(lambda: reader.find_unreported() is not None)
+        assert reader.find_unreported().rank == 1
+        os.close(out)
+        reader.join(10)
+    os.close(source)
+    os.close(target)
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 30
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

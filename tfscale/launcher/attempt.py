@@ -118,6 +118,7 @@ class _Launcher:
         self._job, marked = new_job(environ)
         self._ended_at: float | None = None
         self._has_outlived_ranks = False
+        self.was_cut = False  # ranks had not ended when their time was over
         # In a session of its own Ctrl-C reaches the launcher once, through this process.
         try:
             self.process = subprocess.Popen(
@@ -154,8 +155,9 @@ class _Launcher:
                 is_told = True
                 self.process.send_signal(stop_signal)
             self.reader.look_for_lost_hosts()
+            self.was_cut = self.was_cut or stop.is_over()
             # Killing srun would not end the ranks; there the process beside the failed rank does.
-            if stop.is_over() or (self._may_kill and self._has_collected()):
+            if self.was_cut or (self._may_kill and self._has_collected()):
                 self._kill()
             elif self.reader.have_all_ended():
                 self._end_children()
@@ -208,9 +210,10 @@ class _Launcher:
         """Return whether a process is one of the launcher's own, or the one beside a rank.
 
         The former are its proxy here, and what it has started without a rank between, such as ssh.
+        One that has just ended has no command, and is left to its parent.
         """
-        beside = set(self.reader.pids_beside())
-        if pid in beside or "proxy" in Path(_command_of(pid).partition(" ")[0]).name:
+        beside, command = set(self.reader.pids_beside()), _command_of(pid)
+        if pid in beside or not command or "proxy" in Path(command.partition(" ")[0]).name:
             return True
         above: int | None = pid
         while above is not None and above not in beside:
@@ -268,10 +271,11 @@ def run_attempt(
         failure = launcher.reader.failure()
     finally:
         launcher.end(grace_s=0.0 if failure or stop.is_over() else 2.0)
-    return _outcome(code, launcher.reader, stop)
+    return _outcome(code, launcher, stop)
 
 
-def _outcome(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
+def _outcome(code: int, launcher: _Launcher, stop: StopRequest) -> Outcome:
+    reader = launcher.reader
     reports, failure = reader.reports, reader.failure()
     if failure is None and stop.first is None:
         # Only some ranks got a signal and died of it, or a rank ended with the process beside it.
@@ -285,7 +289,7 @@ def _outcome(code: int, reader: ReportReader, stop: StopRequest) -> Outcome:
         code = PREEMPTED if codes == {PREEMPTED} else max(codes - {PREEMPTED})
     elif code < 0:
         code = 128 - code
-    if stop.first is not None and (stop.is_over() or code not in (0, PREEMPTED)):
+    if stop.first is not None and (launcher.was_cut or code not in (0, PREEMPTED)):
         code = 128 + stop.first
     is_orderly = failure is None and (code == 0 or bool(codes))
     notes = describe_errors(reports, failure)

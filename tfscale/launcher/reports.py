@@ -324,11 +324,11 @@ class ReportReader(threading.Thread):
 
     def run(self) -> None:
         """Read until the end, on a thread of its own."""
-        poll = select.poll()
-        poll.register(self._source, select.POLLIN)
+        poll = select.epoll()  # whose answers are in the order of the events, unlike poll's
         try:
+            poll.register(self._source, select.EPOLLIN)
             while True:
-                ready = poll.poll(1000 * _HELD_S if self._rest else None)
+                ready = poll.poll(_HELD_S if self._rest else None)
                 if not ready and _START not in self._rest:  # a prompt or a progress bar
                     self._write(self._rest)
                     self._rest = b""
@@ -342,11 +342,12 @@ class ReportReader(threading.Thread):
                     before = set(self._beside)
                     self._feed(chunk)
                     for new in set(self._beside) - before:
-                        poll.register(new, select.POLLIN)
+                        poll.register(new, select.EPOLLIN)
         except OSError:
             return  # the descriptor was closed: no thread waits for this one
         finally:
             self._write(self._rest)
+            poll.close()
             for descriptor in self._beside:
                 os.close(descriptor)
 

@@ -181,10 +181,15 @@ class _Job:
     def _dump_stacks(self) -> dict[str, str]:
         """Return the stacks of all threads by rank; by "" and process id before a rank knows."""
         files = {tuple(f.name.split(".")[1:]): f for f in self._folder.glob("stacks.*")}
-        for _, pid in files:
+        asked = []
+        for (_, pid), file in files.items():
             if Path("/proc", pid).exists():
                 os.kill(int(pid), signal.SIGUSR1)
+                asked.append(file)
         time.sleep(0.5)
+        deadline = time.monotonic() + 5.0  # a stopped process writes nothing
+        while time.monotonic() < deadline and not all(file.stat().st_size for file in asked):
+            time.sleep(0.1)
         return {rank or pid: file.read_text() for (rank, pid), file in files.items()}
 
     def _problem_of_end(self) -> str:
