@@ -43,6 +43,8 @@ READING = """
 import os, time
 import numpy as np, tensorflow as tf
 import tfscale
+from tests.helpers.launching import meet
+meet(__file__)
 tfscale.init()
 total = tf.function(lambda x: tfscale.allreduce(x, op=tfscale.Sum))
 vector = tf.ones(1 << 24)
@@ -94,18 +96,21 @@ N_RANDOM = int(os.environ.get("TFSCALE_TEST_N_RANDOM", "3"))
 
 @pytest.mark.timeout(START_S + 60)
 @pytest.mark.parametrize(
-    ("program", "size", "seed"),
+    ("program", "size", "per_host", "seed"),
     [
-        *((ENDLESS, 2, seed) for seed in range(N_RANDOM)),
-        *((READING, 3, seed) for seed in range(N_RANDOM + 2)),
+        *((ENDLESS, 2, 0, seed) for seed in range(N_RANDOM)),
+        *((READING, 3, 0, seed) for seed in range(N_RANDOM)),
+        *((READING, 3, 2, seed) for seed in range(N_RANDOM)),
+        *((READING, 4, 2, seed) for seed in range(N_RANDOM)),
     ],
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )
-def test_death_at_a_random_moment(tmp_path, program, size, seed):
+def test_death_at_a_random_moment(tmp_path, program, size, per_host, seed):
     """A random rank is killed, a random time after it began; nothing is left."""
     choice = random.Random(seed)
     victim, pause_s = choice.randrange(size), choice.uniform(0.0, 2.0)
-    with Job(tmp_path, program, "wait", size=size) as job:
+    hosts = {"TFSCALE_RANKS_PER_HOST": str(per_host)}
+    with Job(tmp_path, program, "wait", size=size, environ=hosts) as job:
         pids = job.pids(size)
         processes = job_of(pids[0])
         files = mpi_files.used_by(processes)
@@ -119,6 +124,22 @@ def test_death_at_a_random_moment(tmp_path, program, size, seed):
         wait_for_end(processes, since)
         assert f"tfscale: rank {victim} on host" in job.last_lines()[0], job.output()
     assert not [path for path in files if os.path.exists(path)]
+
+
+LIMITS = {"TFSCALE_STALL_WARNING_S": "2", "TFSCALE_STALL_SHUTDOWN_S": "5"}
+
+
+@pytest.mark.timeout(START_S + 60)
+@pytest.mark.parametrize(("size", "per_host"), [(3, 0), (4, 2)])
+def test_a_rank_that_is_stopped_while_vectors_are_exchanged(tmp_path, size, per_host):
+    hosts = {"TFSCALE_RANKS_PER_HOST": str(per_host)}
+    with Job(tmp_path, READING, size=size, environ={**LIMITS, **hosts}) as job:
+        pids = job.pids(size)
+        os.kill(pids[1], signal.SIGSTOP)
+        assert job.process.wait(START_S) not in (0, None), job.output()
+        output = job.output()
+    assert re.search(r"rank 1 \(host \S+\) does not answer", output), output
+    assert "TFSCALE_STALL_SHUTDOWN_S" in output, output
 
 
 ELSEWHERE = f"""{TRAINING}
@@ -187,7 +208,6 @@ try:
 finally:
     tfscale.shutdown()
 """
-LIMITS = {"TFSCALE_STALL_WARNING_S": "2", "TFSCALE_STALL_SHUTDOWN_S": "5"}
 
 
 @pytest.mark.timeout(3 * START_S)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tfscale.comm import process
 from tfscale.comm.process import (
     ALONE,
     FINISHED,
@@ -121,6 +122,27 @@ def test_the_process_that_ended_first_is_named_by_a_reader_that_was_kept_waiting
         reader.join(10)
     os.close(source)
     os.close(target)
+
+
+RAISES = """
+import os, sys
+from tfscale.comm import process
+process.end_job_on_error(os._exit)
+raise RuntimeError(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"), [("{{node x}} TFSCALE_FAILED: rank 1 is gone", True), ("bad data", False)]
+)
+def test_a_rank_whose_own_step_is_ended_by_communication_is_not_the_cause(text, is_told):
+    status = process.create()
+    environ = {**os.environ, process.STATUS_VARIABLE: process.path_of(status)}
+    words = [sys.executable, "-c", RAISES, text]
+    ended = subprocess.run(words, env=environ, pass_fds=[status])
+    found = report_end(LAUNCH, ended.returncode, process.read(status), was_stopped=False)
+    os.close(status)
+    assert text in found.error and found.is_told == is_told
 
 
 def wait_until(is_true):

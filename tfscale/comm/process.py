@@ -265,7 +265,8 @@ def end_job_on_error(
         if os.getpid() != process_id or _abort is None:  # a forked child is not a rank
             previous(kind, error, trace)
             return
-        is_told = issubclass(kind, ExchangeError)
+        # In a step of the user's own it is TensorFlow's error with the engine's text.
+        is_told = issubclass(kind, ExchangeError) or "TFSCALE_FAILED" in str(error)
         if file_path():
             write_error("".join(traceback.format_exception(kind, error, trace)))
             if is_told:
