@@ -16,6 +16,7 @@ from benchmarks.cells import (
     TRAINED_MODELS,
     Choice,
     cells_of,
+    lacks_torch,
 )
 from benchmarks.harness import measure
 from benchmarks.provenance import ROOT
@@ -63,6 +64,8 @@ def main() -> int:
         cells = cells_of(options.suites, choice)
     except ValueError as error:
         parser.error(str(error))
+    if lacks_torch(options.suites, choice):
+        tell("PyTorch's systems are left out: it is not installed. `make ddp` does that.")
     if options.side_by_side:
         cells = [cell for cell in cells if not cell.system.endswith("-fit")]
         if not cells or {cell.suite for cell in cells} != {"step"}:

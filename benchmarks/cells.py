@@ -267,6 +267,12 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
 }
 
 
+def lacks_torch(suites: Sequence[str], choice: Choice) -> bool:
+    """Return whether PyTorch's systems are asked for and left out, as it is not installed."""
+    is_wanted = choice.extent == FULL or not set(choice.systems).isdisjoint(TORCH_SYSTEMS)
+    return is_wanted and "step" in suites and not has_ddp()
+
+
 def cells_of(suites: Sequence[str], choice: Choice) -> list[Cell]:
     """Return the cells of several suites.
 
@@ -279,7 +285,7 @@ def cells_of(suites: Sequence[str], choice: Choice) -> list[Cell]:
     """
     everything = replace(choice, systems=())
     known = dict.fromkeys(cell.system for suite in suites for cell in SUITES[suite](everything))
-    known |= dict.fromkeys(TORCH_SYSTEMS if has_ddp() and "step" in suites else ())
+    known |= dict.fromkeys(TORCH_SYSTEMS if "step" in suites else ())
     unknown = [system for system in choice.systems if system not in known]
     if unknown:
         raise ValueError(

@@ -18,6 +18,7 @@ from benchmarks.cells import (
     Choice,
     Local,
     cells_of,
+    lacks_torch,
     parse_local,
 )
 from benchmarks.places import parse_place
@@ -70,9 +71,11 @@ def test_a_choice_of_cells(monkeypatch):
     torch = {"systems": ["compute", "ddp"], "places": ["1gbit"], "models": ["resnet50"]}
     monkeypatch.setattr(cells, "has_ddp", lambda: True)
     assert systems("step", **torch) == ["compute", "ddp"]
+    assert not lacks_torch(["step"], Choice(**torch))
     monkeypatch.setattr(cells, "has_ddp", lambda: False)
-    with pytest.raises(ValueError, match="ddp"):
-        systems("step", **torch)
+    assert systems("step", **torch) == ["compute"]
+    assert lacks_torch(["step"], Choice(**torch)) and lacks_torch(["step"], Choice(FULL))
+    assert not lacks_torch(["step"], Choice()) and not lacks_torch(["fit"], Choice(**torch))
 
 
 def test_local_sgd_is_measured_over_whole_intervals():

@@ -106,14 +106,14 @@ def test_the_process_that_ended_first_is_named_by_a_reader_that_was_kept_waiting
     beside = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     (source, out), (passed, target) = os.pipe(), os.pipe()
     reader = ReportReader(source, target)
-    for rank, process in enumerate(beside):
-        os.write(out, encode(Start(rank, socket.gethostname(), process.pid, 2)))
+    for rank, sleeping in enumerate(beside):
+        os.write(out, encode(Start(rank, socket.gethostname(), sleeping.pid, 2)))
     wait_until(lambda: len(reader.pids_beside()) == 2)
     text = b"x" * 150_000  # more than the reader's output takes
     os.write(out, text)
-    for process in reversed(beside):
-        process.kill()
-        process.wait()
+    for sleeping in reversed(beside):
+        sleeping.kill()
+        sleeping.wait()
     with os.fdopen(passed, "rb") as file:
         assert file.read(len(text)) == text
         wait_until(lambda: reader.find_unreported() is not None)
