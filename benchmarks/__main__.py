@@ -66,6 +66,8 @@ def main() -> int:
         parser.error(str(error))
     if lacks_torch(options.suites, choice):
         tell("PyTorch's systems are left out: it is not installed. `make ddp` does that.")
+        if not cells:
+            return 1
     if options.side_by_side:
         cells = [cell for cell in cells if not cell.system.endswith("-fit")]
         if not cells or {cell.suite for cell in cells} != {"step"}:

@@ -269,7 +269,8 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
 
 def lacks_torch(suites: Sequence[str], choice: Choice) -> bool:
     """Return whether PyTorch's systems are asked for and left out, as it is not installed."""
-    is_wanted = choice.extent == FULL or not set(choice.systems).isdisjoint(TORCH_SYSTEMS)
+    is_wanted = not set(choice.systems).isdisjoint(TORCH_SYSTEMS)
+    is_wanted = is_wanted or (choice.extent == FULL and not choice.systems)
     return is_wanted and "step" in suites and not has_ddp()
 
 

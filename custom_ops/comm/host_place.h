@@ -18,7 +18,7 @@ struct HostPlace {
   // This rank's share of the cores it may use, at least 1. Launchers bind ranks to cores of their
   // own, or let all ranks of a host use all.
   int32_t cores;
-  int32_t sharers_before;  // ranks of its host with a lower local rank that may use its cores
+  int32_t sharers_before;  // with a lower local rank: how many of them share one of its cores
 };
 
 // Returns a rank's share, in whole cores, at least 1. `mine` is 1 at each core it is allowed to

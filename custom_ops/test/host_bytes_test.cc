@@ -10,7 +10,7 @@
 
 namespace {
 
-std::vector<int> host_of;             // by rank of the communicator that is used
+std::vector<int> host_of;             // by rank of the communicator that a test uses
 int own_host = 0;                     // of this rank
 std::atomic<long> sent_to_others{0};  // bytes, to ranks of other hosts
 
@@ -58,8 +58,6 @@ struct Members {
 // Runs an operation and requires how many bytes all ranks together send to other hosts: no more
 // than a twentieth above what each other host needs of `bytes`, which all ranks have together.
 void CheckBytes(const Members& members, OperationHandle operation, double bytes) {
-  host_of.clear();
-  for (int rank : members.ranks) host_of.push_back(rank / kPerHost);
   sent_to_others = 0;
   CHECK_OK(Post(std::move(operation), {"counted", members.group}));
   long own = sent_to_others, all = 0;
@@ -145,29 +143,37 @@ void CheckAll(const Job& job, const Members& members) {
   CheckBroadcast(job, members);
 }
 
-// Known before the first message.
-void SetHosts() {
+// The ranks of the world; `host_of` must be known before the engine's first message, and stay.
+std::vector<int> World() {
   int rank = 0, size = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
   own_host = rank / kPerHost;
-  for (int r = 0; r < size; ++r) host_of.push_back(r / kPerHost);
+  std::vector<int> ranks;
+  for (int r = 0; r < size; ++r) ranks.push_back(r);
+  return ranks;
+}
+
+void SetHosts(const std::vector<int>& ranks) {
+  host_of.clear();
+  for (int rank : ranks) host_of.push_back(rank / kPerHost);
 }
 
 }  // namespace
 
 TEST(EachHostGetsWhatItHasNotOnce) {
-  SetHosts();
-  Job job(Options());
-  CheckAll(job, {job.Ranks([](int) { return true; })});
+  const std::vector<int> all = World();
+  SetHosts(all);
+  const Job job(Options());
+  CheckAll(job, {all});
 }
 
 // Ranks of a host do not follow each other.
 TEST(GroupsWhoseRanksTakeTurnsOverHosts) {
-  SetHosts();
-  Job job(Options());
-  if (job.size() != 4) return;
   const std::vector<int> by_turns = {0, 2, 1, 3};
+  if (World().size() != by_turns.size()) return;
+  SetHosts(by_turns);
+  const Job job(Options());
   CheckAll(job, {by_turns, job.engine().AddGroup(by_turns)});
 }
 

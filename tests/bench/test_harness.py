@@ -75,6 +75,7 @@ def test_a_choice_of_cells(monkeypatch):
     monkeypatch.setattr(cells, "has_ddp", lambda: False)
     assert systems("step", **torch) == ["compute"]
     assert lacks_torch(["step"], Choice(**torch)) and lacks_torch(["step"], Choice(FULL))
+    assert not lacks_torch(["step"], Choice(FULL, systems=["compute"]))
     assert not lacks_torch(["step"], Choice()) and not lacks_torch(["fit"], Choice(**torch))
 
 

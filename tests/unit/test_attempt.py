@@ -11,7 +11,7 @@ import pytest
 
 from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
 from tfscale.launcher.mpi_command import JOB_VARIABLE, find_processes
-from tfscale.launcher.reports import Report, encode
+from tfscale.launcher.reports import Report, Start, encode
 
 
 def run(code):
@@ -162,10 +162,21 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 open(sys.argv[1], "w").close()
 time.sleep(60)
 """
+SAVED = Report(0, "a", 75, None, False, True, was_asked=True)
 # It ends in time; what it leaves is killed when the time is over.
 LEAVES_A_STUBBORN_CHILD = POLITE.replace(
     "open(", "import subprocess; subprocess.Popen(['sh', '-c', \"trap '' TERM; sleep 60\"])\nopen("
 )
+# As mpiexec, which may take a moment when its ranks have ended.
+LINGERS = f"""
+import os, signal, sys, time
+def end(*_):
+    os.write(2, {b"".join(map(encode, [Start(0, "a", 1, 1), SAVED]))!r})
+    time.sleep(60)
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
 RUNS = """
 import os, sys
 from tfscale.launcher.attempt import StopRequest, run_attempt
@@ -180,7 +191,8 @@ with StopRequest(float(sys.argv[3])) as stop:
     [
         (STUBBORN, 1.0, 128 + signal.SIGINT),
         (POLITE, 30.0, 75),
-        (LEAVES_A_STUBBORN_CHILD, 1.5, 75),
+        (LEAVES_A_STUBBORN_CHILD, 1.8, 75),
+        (LINGERS, 1.0, 75),
     ],
 )
 def test_any_signal_asks_ranks_to_end_and_one_that_ignores_it_is_killed(

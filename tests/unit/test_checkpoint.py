@@ -232,7 +232,13 @@ def test_a_fit_waits_for_what_an_interrupted_one_writes(tmp_path, monkeypatch):
     with pytest.raises(Interruption):
         train(2, Act(3, interrupt))
     assert not steps_in(tmp_path)
-    threading.Timer(1, is_late.set).start()
+    wait = Saver.wait_for_earlier
+
+    def wait_for_it(saver):
+        threading.Timer(0.5, is_late.set).start()
+        wait(saver)
+
+    monkeypatch.setattr(Saver, "wait_for_earlier", wait_for_it)
     rest = Act(-1, interrupt)
     train(99, rest)
     assert rest.batches == [2, 3]

@@ -53,6 +53,7 @@ def test_words_for_yes_and_no():
         ("PIN_CORE", "1,,2", "none, last, a list"),
         ("CHUNK_BYTES", "1e6", "a whole number"),
         ("CHUNK_BYTES", "1", r"in \[64, "),
+        ("CHUNK_BYTES", str(2**31), r"in \[64, 1073741824\]"),
         ("STALL_WARNING_S", "0", r"in \[0.01, inf\]"),
         ("STALL_SHUTDOWN_S", "nan", r"in \["),
         ("WINDOW_BYTES", "0", r"in \[1, "),

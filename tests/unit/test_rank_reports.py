@@ -1,9 +1,12 @@
 """Messages of the processes beside ranks, among the lines that ranks print."""
 
+import array
+import fcntl
 import os
 import socket
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -109,17 +112,18 @@ def test_the_process_that_ended_first_is_named_by_a_reader_that_was_kept_waiting
     for rank, sleeping in enumerate(beside):
         os.write(out, encode(Start(rank, socket.gethostname(), sleeping.pid, 2)))
     wait_until(lambda: len(reader.pids_beside()) == 2)
-    text = b"x" * 150_000  # more than the reader's output takes
+    text = b"x" * ((1 << 16) + 10)  # more than the reader's output takes
     os.write(out, text)
+    left = array.array("i", [1])
+    wait_until(lambda: not fcntl.ioctl(source, termios.FIONREAD, left) and not left[0])
     for sleeping in reversed(beside):
         sleeping.kill()
         sleeping.wait()
+    os.close(out)
     with os.fdopen(passed, "rb") as file:
         assert file.read(len(text)) == text
-        wait_until(lambda: reader.find_unreported() is not None)
-        assert reader.find_unreported().rank == 1
-        os.close(out)
-        reader.join(10)
+    reader.join(30)
+    assert reader.find_unreported().rank == 1
     os.close(source)
     os.close(target)
 

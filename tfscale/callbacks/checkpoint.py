@@ -80,7 +80,7 @@ class Checkpoint(Callback):
         return session is not None and self in session.callbacks
 
     def _restart(self) -> None:
-        self._saver.wait_for_earlier()
+        self._saver.wait()  # a `fit` that ended by an error may have begun a checkpoint
         self._position = Position()
         self._saved = 0  # steps before the last checkpoint
         self._schedule.restart()
@@ -95,6 +95,7 @@ class Checkpoint(Callback):
         super().on_train_begin(logs)
         self._require_order(early)
         self._restart()
+        self._saver.wait_for_earlier()
         begin_at_epoch(self.model, None)
         self._run = self._saver.name_run()
         self._first_epoch = self.session.call.initial_epoch

@@ -12,10 +12,11 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -31,9 +32,8 @@ ROUND_S = 1.0
 class Saver:
     """Writes one checkpoint at a time; an error of writing is kept for `wait`."""
 
-    # All savers of a process share one thread, so that a `fit` can wait for what an earlier one,
-    # ended by an error, has begun to write. Python waits at exit, until the files are complete.
-    _executor = ThreadPoolExecutor(1, "tfscale-checkpoint")
+    # What savers of this process are writing; one may belong to a `fit` that an error has ended.
+    _writing: ClassVar[set[Future[None]]] = set()
 
     def __init__(self, directory: Path, keep: int, is_shared: bool, is_asynchronous: bool) -> None:
         self.directory = directory  # used by rank 0 only if it is not shared
@@ -41,6 +41,8 @@ class Saver:
         self.is_shared = is_shared  # each rank writes its part; otherwise all are sent to rank 0
         self.runs: set[str] = set()  # of this job; rank 0 deletes unfinished ones of other runs
         self.is_asynchronous = is_asynchronous
+        # Python waits for this thread at exit, until the files are complete.
+        self._executor = ThreadPoolExecutor(1, "tfscale-checkpoint")
         self._job: Future[None] | None = None
 
     def name_run(self) -> str:
@@ -137,6 +139,8 @@ class Saver:
                 parts[rank] = received
         if self.is_shared or runtime.rank() == 0:
             self._job = self._executor.submit(self._write, folder, parts)
+            self._writing.add(self._job)
+            self._job.add_done_callback(self._writing.discard)
             if not self.is_asynchronous:
                 error = self._job.exception()  # waits; `wait` reports it to all ranks
                 if error is not None and not isinstance(error, Exception):
@@ -156,9 +160,9 @@ class Saver:
         return "" if error is None else f"{type(error).__name__}: {error}"
 
     def wait_for_earlier(self) -> None:
-        """Wait until this process writes no checkpoint any more, of no other saver either."""
+        """Wait until all savers of this process have written what they began."""
         self.wait()
-        self._executor.submit(int).result()
+        futures.wait(self._writing.copy())
 
     def finish(self) -> None:
         """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
@@ -173,6 +177,9 @@ class Saver:
             )
         if runtime.rank() == 0:
             files.prune(self.directory, self.keep, self.runs)
+
+
+os.register_at_fork(after_in_child=Saver._writing.clear)  # the thread stays with the parent
 
 
 def _sent_by_rank_zero(found: files.Found, parts: list[files.Part]) -> list[files.Part]:

@@ -266,12 +266,13 @@ def end_job_on_error(
             previous(kind, error, trace)
             return
         # In a step of the user's own it is TensorFlow's error with the engine's text.
-        is_told = issubclass(kind, ExchangeError) or "TFSCALE_FAILED" in str(error)
+        _, mark, text = str(error).rpartition("TFSCALE_FAILED: ")
+        is_told = issubclass(kind, ExchangeError) or bool(mark)
         if file_path():
             write_error("".join(traceback.format_exception(kind, error, trace)))
             if is_told:
                 write_state(TOLD)
-                _tell_others(str(error))
+                _tell_others(text.partition("\n")[0])
             if previous is not sys.__excepthook__:
                 previous(kind, error, trace)
             sys.stdout.flush()

@@ -155,9 +155,13 @@ class _Launcher:
                 is_told = True
                 self.process.send_signal(stop_signal)
             self.reader.look_for_lost_hosts()
-            self.was_cut = self.was_cut or stop.is_over()
+            if stop.is_over():
+                # Ranks that have all ended are not cut off, however long the launcher takes.
+                self.was_cut = self.was_cut or not self.reader.have_all_ended()
+                self._has_outlived_ranks = not self.was_cut
+                self._kill()
             # Killing srun would not end the ranks; there the process beside the failed rank does.
-            if self.was_cut or (self._may_kill and self._has_collected()):
+            elif self._may_kill and self._has_collected():
                 self._kill()
             elif self.reader.have_all_ended():
                 self._end_children()

@@ -271,7 +271,8 @@ class ReportReader(threading.Thread):
     def __init__(self, source: int, target: int, is_quiet: bool = False) -> None:
         """Start to copy, without TensorFlow's start-up messages if `is_quiet`."""
         super().__init__(daemon=True)
-        self._source, self._target, self._is_quiet = source, target, is_quiet
+        # A descriptor of its own: closing the given one must not leave this thread waiting.
+        self._source, self._target, self._is_quiet = os.dup(source), target, is_quiet
         self._rest = b""
         self._pulse = Pulse()
         self._words: dict[int, str] = defaultdict(str)
@@ -332,7 +333,8 @@ class ReportReader(threading.Thread):
                 if not ready and _START not in self._rest:  # a prompt or a progress bar
                     self._write(self._rest)
                     self._rest = b""
-                for descriptor, _ in ready:
+                # Ends of processes first: the end of the source ends this loop.
+                for descriptor, _ in sorted(ready, key=lambda event: event[0] == self._source):
                     if descriptor != self._source:
                         poll.unregister(descriptor)
                         self._gone.append(self._beside[descriptor])
@@ -343,12 +345,10 @@ class ReportReader(threading.Thread):
                     self._feed(chunk)
                     for new in set(self._beside) - before:
                         poll.register(new, select.EPOLLIN)
-        except OSError:
-            return  # the descriptor was closed: no thread waits for this one
         finally:
             self._write(self._rest)
             poll.close()
-            for descriptor in self._beside:
+            for descriptor in (self._source, *self._beside):
                 os.close(descriptor)
 
     def _feed(self, chunk: bytes) -> None:

@@ -238,7 +238,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Send the parameters that this rank has updated. Collective.
 
         Other buckets must not be sent: their gathers depend on no batch, and TensorFlow runs such
-        ops also in a step that finds no data. Averages change all parameters.
+        ops also in a step that finds no data. With averages all are sent: they change every piece,
+        and wait for a gradient.
         """
         shards = self._self_executor.shards
         if shards is None:
