@@ -1,4 +1,4 @@
-"""A short training job in which the last rank fails: `python job.py EXCHANGE KIND`, on 2 ranks."""
+"""A short training job in which the last rank fails: `python job.py EXCHANGE KIND`, on 2 or more ranks."""
 
 import hashlib
 import os
@@ -53,14 +53,15 @@ def failing(loss, kind, step):
 def data(exchange: str, kind: str, rank: int):
     """Return x, y and batch_size for `fit`."""
     is_global = exchange == "adaptive"
-    n = BATCH * STEPS * (2 if is_global else 1)
+    n_ranks = tfscale.size()
+    n = BATCH * STEPS * (n_ranks if is_global else 1)
     random = np.random.default_rng(0 if is_global or kind == "same data" else rank)
     x = random.normal(size=(n, 6)).astype("float32")
     if kind == "short data" and rank == 1:
         x = x[:-BATCH]
     y = x.sum(axis=1, keepdims=True)
     if is_global:
-        return tfscale.data.GlobalBatches(x, y, batch_size=2 * BATCH, seed=1), None, None
+        return tfscale.data.GlobalBatches(x, y, batch_size=n_ranks * BATCH, seed=1), None, None
     if kind == "short data":  # of a length that no rank knows beforehand
         parts = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
         spec = tuple(tf.TensorSpec([None, k], tf.float32) for k in (6, 1))
@@ -91,7 +92,7 @@ def main() -> None:
     if kind == "no callbacks" and is_odd:
         callbacks = []
     elif exchange == "adaptive":
-        callbacks.append(tfscale.callbacks.BatchSizeSchedule({1: 4 * BATCH}))
+        callbacks.append(tfscale.callbacks.BatchSizeSchedule({1: 2 * hvd.size() * BATCH}))
     x, y, batch_size = data(exchange, kind, rank)
     model.fit(x, y, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
     digest = hashlib.blake2b(digest_size=8)
