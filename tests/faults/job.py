@@ -1,4 +1,4 @@
-"""A short training job in which the last rank fails: `python job.py EXCHANGE KIND`, on 2 or more ranks."""
+"""A short training job in which the last rank fails: `python job.py EXCHANGE KIND`."""
 
 import hashlib
 import os
