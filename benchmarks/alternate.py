@@ -46,7 +46,7 @@ class Job:
         self._signal(signal.SIGSTOP)
 
     def finish(self) -> Run:
-        """Return what the ranks measured, after their end; see `harness.run_cell`."""
+        """Continue the ranks until they end; return what they measured, as `harness.run_cell`."""
         self._signal(signal.SIGCONT)
         return self._result.result()
 

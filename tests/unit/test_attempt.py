@@ -44,6 +44,10 @@ def test_no_process_is_left_behind(tmp_path):
     assert time.monotonic() - before < 20
 
 
+# A launcher that does not end by itself within the time of a test: it must be killed.
+RUNS_ON = "time.sleep(60)\n"
+
+
 def says(*reports):
     """Return a program that prints reports on stderr, among other lines."""
     return "import os, time\n" + "".join(
@@ -55,8 +59,7 @@ def test_the_first_failure_counts_and_ends_the_launcher(capfd):
     ended = Report(0, "a", 4, None, False, True)
     killed = Report(2, "b", None, 9, True, True, "sum of w (slot 3 of step), run 7")
     late = Report(1, "a", 1, None, True, True, error="rank 2 has left\n", is_told=True)
-    # A launcher that would run for a minute is killed.
-    outcome = run(says(ended, killed, late) + "time.sleep(60)")
+    outcome = run(says(ended, killed, late) + RUNS_ON)
     assert outcome.exit_code == 137
     assert outcome.failure == killed
     assert not outcome.is_orderly
@@ -75,7 +78,8 @@ def test_exit_status_of_ranks_that_left_together():
 def test_a_rank_that_left_first_is_to_blame_whoever_noticed_it_before(capfd):
     told = Report(0, "a", 1, None, True, True, error="rank 1 has left\n", is_told=True)
     left = Report(1, "a", 5, None, True, True, has_left=True)
-    outcome = run(says(told) + "time.sleep(0.5)\n" + says(left) + "time.sleep(60)")
+    # The cause comes later, but while reports are collected; then the launcher is killed.
+    outcome = run(says(told) + "time.sleep(0.5)\n" + says(left) + RUNS_ON)
     assert outcome.exit_code == 5
     assert outcome.describe().splitlines() == [
         "rank 1 has left",
@@ -167,15 +171,15 @@ SAVED = Report(0, "a", 75, None, False, True, was_asked=True)
 LEAVES_A_STUBBORN_CHILD = POLITE.replace(
     "open(", "import subprocess; subprocess.Popen(['sh', '-c', \"trap '' TERM; sleep 60\"])\nopen("
 )
-# As mpiexec, which may take a moment when its ranks have ended.
+# As mpiexec, which may take a moment when its ranks have ended: here longer than their time lasts.
 LINGERS = f"""
 import os, signal, sys, time
 def end(*_):
     os.write(2, {b"".join(map(encode, [Start(0, "a", 1, 1), SAVED]))!r})
-    time.sleep(60)
+    {RUNS_ON}
 signal.signal(signal.SIGTERM, end)
 open(sys.argv[1], "w").close()
-time.sleep(60)
+{RUNS_ON}
 """
 RUNS = """
 import os, sys

@@ -24,7 +24,8 @@ from tfscale.comm import library, native
 def build(output_dir, build_dir):
     with open(sys.argv[1], "a") as notes:
         notes.write("compiled\\n")
-    while not waits.exists():
+    deadline = time.monotonic() + 50
+    while not waits.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     (output_dir / native.STAMP_NAME).write_text("{}")
     (output_dir / native.LIBRARY_NAME).write_bytes(b"made")
