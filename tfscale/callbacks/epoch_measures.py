@@ -180,14 +180,20 @@ class MemoryGuard:
 
     def fits(self, local_batch: int, larger: int) -> bool:
         """Return whether a larger local batch is expected to fit; True where memory is unknown."""
-        free, needed = _free_bytes(), int(self._bytes_per_sample * (larger - local_batch))
-        if needed <= max(free, 0):
+        if larger <= self.largest(local_batch):
             return True
+        needed = int(self._bytes_per_sample * (larger - local_batch))
         logger.warning(
             f"A local batch of {larger} is expected to need {needed >> 20} MiB more than one of "
-            f"{local_batch}; {int(free) >> 20} MiB are left for this rank."
+            f"{local_batch}; {int(_free_bytes()) >> 20} MiB are left for this rank."
         )
         return False
+
+    def largest(self, local_batch: int) -> float:
+        """Return the largest local batch that is expected to fit; infinity if unknown."""
+        if not self._bytes_per_sample:
+            return math.inf
+        return local_batch + max(_free_bytes(), 0.0) / self._bytes_per_sample
 
 
 def _used_bytes() -> tuple[int, int]:

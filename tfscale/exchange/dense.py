@@ -9,12 +9,13 @@ Source: [T] chapter 3, "replicated gradients"; [T] chapter 4, "partial gradients
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -373,6 +374,20 @@ def restore(layer: keras.layers.Layer) -> bool:
     if has_another:
         replace_call(layer, None)
     return has_another
+
+
+@contextlib.contextmanager
+def own_calls(layers: Sequence[keras.layers.Layer]) -> Iterator[None]:
+    """Let layers call what they call without an exchange, within a block."""
+    replaced = [(x, replaced_call(x)) for x in layers]
+    replaced = [(layer, call) for layer, call in replaced if isinstance(call, ReplicatedCall)]
+    for layer, _ in replaced:
+        replace_call(layer, None)
+    try:
+        yield
+    finally:
+        for layer, call in replaced:
+            replace_call(layer, call)
 
 
 _CALLS = {"replicated": ReplicatedCall, "partial": PartialCall}

@@ -3,7 +3,7 @@
 Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `ControlFlowFuncGraph`,
 `control_flow_util.GraphOrParentsInXlaContext`, `FunctionCache`, `polymorphic_function.Function`
 (`_function_cache`, `_lock`, `_created_variables`, `_variable_creation_config`,
-`_no_variable_creation_config`).
+`_no_variable_creation_config`), `Tensor._handle_data`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,27 @@ def drop_traces(variables: Sequence[Any]) -> list[str]:
                 thing._function_cache = FunctionCache()
             dropped.append(thing.name)
     return sorted(dropped)
+
+
+def captured_variables(concrete: Any) -> list[tuple[tf.Tensor, tf.DType]]:
+    """Return handle and dtype of each variable that a concrete function reads or assigns.
+
+    Variables of functions that it calls are among them. Other resources, such as tables, are not.
+    """
+    captured = []
+    for tensor in concrete.captured_inputs:
+        if tensor.dtype == tf.resource:
+            data = tensor._handle_data
+            if data is not None and data.is_set and data.shape_and_type:
+                captured.append((tensor, tf.as_dtype(data.shape_and_type[0].dtype)))
+    return captured
+
+
+def ops_of(concrete: Any) -> set[str]:
+    """Return the types of all ops of a concrete function and of the functions that it calls."""
+    definition = concrete.graph.as_graph_def()
+    functions = (function.node_def for function in definition.library.function)
+    return {node.op for nodes in (definition.node, *functions) for node in nodes}
 
 
 def set_attribute(op: tf.Operation, name: str, text: str) -> None:

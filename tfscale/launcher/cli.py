@@ -23,6 +23,7 @@ from tfscale.launcher.doctor import examine
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
 from tfscale.launcher.tune import add_tune
+from tfscale.transparent.__main__ import read_verify
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
@@ -59,6 +60,10 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--seed", type=int, metavar="N", help=what)
     what = "for --distribute: show what ranks other than 0 print, too"
     add("--all-output", action="store_true", help=what)
+    what = (
+        "for --distribute: compare steps with those of one process: off, first, N (default: first)"
+    )
+    add("--verify", type=read_verify, metavar="STEPS", help=what)
     add("--dry-run", action="store_true", help="print the command, start nothing")
     quiet_help = "do not print the command first, nor numbers of the training at the end"
     add("--quiet", action="store_true", help=quiet_help)
@@ -113,7 +118,7 @@ def _read_command(words: Sequence[str], needs_python: bool) -> tuple[str, ...]:
 # Python's option that hash() of texts depends on; it is read before a program starts.
 _HASH_SEED = "PYTHONHASHSEED"
 # Options of `tfscale.transparent`, passed on from --distribute.
-_PASSED = ("exchange", "batch_norm", "seed", "all_output")
+_PASSED = ("exchange", "batch_norm", "seed", "all_output", "verify")
 
 
 def _require_distribute(options: argparse.Namespace) -> None:

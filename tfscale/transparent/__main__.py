@@ -33,8 +33,25 @@ def _parser() -> argparse.ArgumentParser:
     statistics = "statistics of BatchNormalization"
     add("--batch-norm", choices=["global", "local"], default="global", help=statistics)
     add("--seed", type=int, help="of Python, NumPy and Keras on all ranks (default: drawn)")
+    what = (
+        "which steps to compare with those of one process: off, first, or a number N (every N-th)"
+    )
+    add("--verify", type=read_verify, default="first", metavar="STEPS", help=what)
     add("--all-output", action="store_true", help="show what ranks other than 0 print, too")
     return parser
+
+
+def read_verify(text: str) -> str | int:
+    """Return the value of --verify: "off", "first" or a number of steps.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none of them.
+    """
+    if text in ("off", "first"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"off, first or a number of steps. Received: {text}")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

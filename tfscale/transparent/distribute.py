@@ -47,6 +47,7 @@ from tfscale.internals.optimizers import (
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
 from tfscale.transparent import steps
+from tfscale.transparent.verify import Verifier, Verify, require_verify
 
 BatchNorm = Literal["global", "local"]
 
@@ -67,6 +68,7 @@ def distribute(
     batch_norm: BatchNorm = "global",
     seed: int | None = None,
     all_output: bool = False,
+    verify: Verify = "first",
 ) -> Distributed:
     """Let this script's Keras models train on all ranks as they would in one process.
 
@@ -86,6 +88,9 @@ def distribute(
             other results.
         seed: Seed of Python, NumPy, TensorFlow and Keras on all ranks; None draws one.
         all_output: Whether ranks other than 0 print, too. Standard error is never touched.
+        verify: Which steps are also computed as one process does, and compared, before they run:
+            "first", that of each function of a model in `fit`, `evaluate` and `predict`; a number
+            N, that and every N-th; "off", none. With batch_norm="local" none is.
 
     Returns:
         An object whose `undo()` restores Keras, except for optimizers that were wrapped.
@@ -97,6 +102,7 @@ def distribute(
     global _running
     allowed = get_args(BatchNorm)
     require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm, "")
+    require_verify(verify)
     resolve(exchange)
     init()
     if seed is None:  # sent only then: TensorFlow's threads and devices cannot be set afterwards
@@ -104,14 +110,16 @@ def distribute(
         seed = objects.broadcast_object(drawn, 0, name="seed")
     keras.utils.set_random_seed(seed)
     if _running is None:
-        _running = Distributed(exchange, batch_norm, all_output)
+        _running = Distributed(exchange, batch_norm, all_output, verify)
     return _running
 
 
 class Distributed:
     """The patches of `tfscale.distribute`, which `undo` takes back."""
 
-    def __init__(self, exchange: Any, batch_norm: BatchNorm, all_output: bool) -> None:
+    def __init__(
+        self, exchange: Any, batch_norm: BatchNorm, all_output: bool, verify: Verify
+    ) -> None:
         self._exchange, self._patches = exchange, Patches()
         self._models: weakref.WeakKeyDictionary[keras.Model, steps.FirstBatches]
         self._models = weakref.WeakKeyDictionary()
@@ -121,6 +129,10 @@ class Distributed:
         if runtime.size() == 1:
             return
         steps.patch(self._patches, batch_norm)
+        # Statistics of each rank's rows give other results on purpose.
+        verify = "off" if batch_norm == "local" else verify
+        self._verifier = Verifier(verify, lambda model, batch: self._prepare(model)(batch))
+        self._verifier.patch(self._patches)
         self._patches.wrap_model(
             fit=self._fit,
             evaluate=self._evaluate,
@@ -199,6 +211,8 @@ class Distributed:
         return compare
 
     def _apply(self, apply: Any) -> Any:
+        apply = self._verifier.recording(apply)
+
         def apply_inside(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             rule = update_rule(optimizer)
             inner = (each for known in self._updated_by for each in inner_optimizers(known))

@@ -12,6 +12,7 @@ rank's rows. Within them, and only there,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ def on_share(
     `compare` is called with whole batches first.
     """
 
+    @functools.wraps(step)
     def step_on_share(batch: Any) -> Any:
         if compare is not None:
             compare(batch)
@@ -69,6 +71,7 @@ def on_share(
 def on_all_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Make a predict step compute this rank's rows and return those of all ranks, in order."""
 
+    @functools.wraps(step)
     def step_on_all_rows(batch: Any) -> Any:
         share = shares.share_of(batch)
         if share is None:
