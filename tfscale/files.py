@@ -49,15 +49,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(content: bytes | Path) -> str:
+def sha256(content: bytes | Path | IO[bytes]) -> str:
     """Return the SHA-256 of bytes, or of a file, in hexadecimal digits."""
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            return sha256(file)
     digest = hashlib.sha256()
     if isinstance(content, bytes):
         digest.update(content)
     else:
-        with content.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
+        while block := content.read(_BLOCK):
+            digest.update(block)
     return digest.hexdigest()
 
 
