@@ -11,6 +11,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -155,10 +156,8 @@ class _Arrays(Mapping[str, np.ndarray]):
     def _header(self) -> tuple[dict[str, Any], dict[str, str], int]:
         """Entries by name, types unknown to the format by name, and the offset of the data."""
         with reading(self._path), _opened(self._path) as file:
-            n_bytes, length = (
-                os.fstat(file.fileno()).st_size,
-                int.from_bytes(file.read(8), "little"),
-            )
+            n_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
             entries = json.loads(file.read(min(length, n_bytes)))
             types = entries.pop("__metadata__", {})
             _require_entries(entries, types, n_bytes - 8 - length)
@@ -239,7 +238,7 @@ def check_file(folder: Path, manifest: dict[str, Any], is_read: bool = True) -> 
         raise DamagedError(f"{path.name} does not match its checksum")
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> io.BufferedReader:
     """Open a regular file; opening or reading anything else, such as a pipe, may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("this is no regular file")
