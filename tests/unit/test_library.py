@@ -223,6 +223,20 @@ def test_a_damaged_library_of_the_package_is_not_used(places, compiled, kind):
     assert doctor.check_library(MPI).status == "ok"
 
 
+def test_a_disk_that_is_full_while_compiling_leaves_nothing(places, compiled, monkeypatch):
+    def fill(output_dir, build_dir):
+        put(output_dir, **wanted())
+        (output_dir / native.STAMP_NAME).write_bytes(b"{")
+        raise OSError(errno.ENOSPC, "No space left on device", str(output_dir))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "build", fill)
+        with pytest.raises(ExchangeError, match="No space left on device.*Set XDG_CACHE_HOME"):
+            library.prepare_library()
+    assert [entry.name for entry in places[1].iterdir()] == ["lock"]
+    assert library.prepare_library() == library.find_library()
+
+
 def test_files_of_the_build_folder_that_were_cut_are_made_again(tmp_path, monkeypatch):
     """The answer of TensorFlow, and an object whose compiler was killed."""
     monkeypatch.setattr(native, "run_quietly", lambda *_: json.dumps(ANSWER))
