@@ -49,15 +49,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(content: bytes | Path) -> str:
+def sha256(content: bytes | Path | IO[bytes]) -> str:
     """Return the SHA-256 of bytes, or of a file, in hexadecimal digits."""
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            return sha256(file)
     digest = hashlib.sha256()
     if isinstance(content, bytes):
         digest.update(content)
     else:
-        with content.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
+        while block := content.read(_BLOCK):
+            digest.update(block)
     return digest.hexdigest()
 
 
@@ -68,14 +70,23 @@ def append_json_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> No
         file.writelines(map(_line, records))
 
 
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Return the object in a file of JSON; an empty one if it is missing, unreadable or cut."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """Return the records of a file, [] if it is missing; a line that was cut short is left out."""
-    records: list[dict[str, Any]] = []
+    records: list[Any] = []
     with contextlib.suppress(FileNotFoundError):
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
+        for line in Path(path).read_bytes().splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
                 records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict)]
 
 
 def write_json_lines(path: str | Path, records: Iterable[dict[str, Any]]) -> None:

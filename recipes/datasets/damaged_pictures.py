@@ -32,7 +32,7 @@ def find(
         cache_dir: Folder, made if it is missing.
     """
     known = Path(cache_dir) / f"damaged-{sha256(stamp.encode())[:16]}.json"
-    kept = json.loads(known.read_text()) if tfscale.rank() == 0 and known.exists() else None
+    kept = _kept_in(known) if tfscale.rank() == 0 else None
     kept = tfscale.broadcast_object(kept, 0, name="damaged pictures known")
     if kept is not None:
         return kept
@@ -43,6 +43,16 @@ def find(
     if tfscale.rank() == 0:
         _keep(damaged, known)
     return damaged
+
+
+def _kept_in(known: Path) -> list[int] | None:
+    """Return what an earlier run has found; None if there is no such file, or it was cut."""
+    try:
+        kept = json.loads(known.read_bytes())
+    except (OSError, ValueError):
+        return None
+    is_sound = isinstance(kept, list) and all(type(position) is int for position in kept)
+    return kept if is_sound else None
 
 
 def _keep(damaged: Sequence[int], known: Path) -> None:

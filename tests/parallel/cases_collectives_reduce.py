@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.cases import engine_only, sizes
+from tests.helpers.cases import sizes
 from tests.helpers.ranks import in_both_modes, require_error
 from tests.parallel.rank_values import gradients, plain, ramp, rank_sum
 from tfscale import Average, Max, Min, Product, Sum
@@ -39,12 +39,25 @@ def case_reductions_of_every_dtype():
                 np.testing.assert_array_equal(plain(result), expected, f"{op} {dtype}")
 
 
-@engine_only("Horovod adds 8-bit integers up in 8 bits")
-def case_average_of_bytes_does_not_overflow():
-    for dtype, value in ((tf.int8, 120), (tf.int8, -120), (tf.uint8, 250)):
-        for result in in_both_modes(tfscale.allreduce, tf.cast([value] * 3, dtype)):
-            assert result.dtype == dtype
-            np.testing.assert_array_equal(plain(result), [value] * 3)
+def case_averages_of_integers_do_not_overflow():
+    """Nor do scaled sums; what the dtype does not hold becomes the nearest value."""
+
+    def scaled(x):
+        return tfscale.allreduce(x, op=Sum, prescale_factor=2.0, postscale_factor=0.5 / size)
+
+    def scattered(x):
+        return tfscale.allgather(tfscale.reducescatter(x))
+
+    for dtype in (tf.int8, tf.uint8, tf.int32):
+        for value in (dtype.max, dtype.max - 7, dtype.min):
+            own = tf.constant([value] * 4, dtype)
+            for reduce in (tfscale.allreduce, scaled, scattered):
+                for result in in_both_modes(reduce, own):
+                    assert result.dtype == dtype
+                    np.testing.assert_array_equal(plain(result), [value] * 4, f"{reduce} {dtype}")
+            largest = tfscale.allreduce(own, op=Sum, postscale_factor=2.0)
+            nearest = np.clip(2 * size * int(value), dtype.min, dtype.max)
+            np.testing.assert_array_equal(plain(largest), [nearest] * 4)
 
 
 def case_average_of_float64_keeps_all_digits():

@@ -210,6 +210,8 @@ def case_join_with_different_numbers_of_steps():
         np.testing.assert_array_equal(total.numpy(), [sum_over(active)] * 2)
         mean = tfscale.allreduce(tf.fill([2], rank + 1.0), Average)
         np.testing.assert_allclose(mean.numpy(), [sum_over(active) / size] * 2, rtol=1e-6)
+        whole = tfscale.allreduce(tf.fill([2], 2**30))  # of int32, added up as int64
+        np.testing.assert_array_equal(whole.numpy(), [2**30 * (size - step) // size] * 2)
         group = tfscale.grouped_allreduce([tf.ones([1]), tf.ones([2, 2], tf.int64)], Sum)
         assert all((t.numpy() == size - step).all() for t in group)
     assert tfscale.join() == size - 1

@@ -112,6 +112,29 @@ def case_sparse_calls_that_differ_are_refused():
         np.testing.assert_array_equal(total, sum_of_slices(size))
 
 
+def case_sparse_averages_of_integers_do_not_overflow():
+    for dtype, mean in ((tf.int32, tf.float64), (tf.int8, tf.float32)):
+        values = tf.constant([[dtype.max], [dtype.max]], dtype)
+        own = tf.IndexedSlices(values, tf.constant([1, 1]), tf.constant([3, 1]))
+        for result in in_both_modes(tfscale.allreduce, own):
+            assert result.dtype == mean
+            dense = tf.convert_to_tensor(result)
+            np.testing.assert_array_equal(dense, np.array([[0], [2.0 * dtype.max], [0]]))
+        half = tfscale.allreduce(own, op=Sum, postscale_factor=0.5 / size)
+        assert half.dtype == dtype
+        assert half.indices.numpy().tolist() == [1] and half.values.numpy() == [[dtype.max]]
+
+
+@sizes(2, 3)
+def case_sparse_indices_of_several_dtypes_are_an_error_on_all():
+    own = slices_of_rank()
+    dtype = tf.int32 if rank == size - 1 else tf.int64
+    slices = tf.IndexedSlices(own.values, tf.cast(own.indices, dtype), own.dense_shape)
+    require_error(lambda: tfscale.allreduce(slices, op=Sum), "indices int32", "indices int64")
+    total = tf.convert_to_tensor(tfscale.allreduce(own, op=Sum))  # the engine still works
+    np.testing.assert_array_equal(total, sum_of_slices(size))
+
+
 def case_sparse_with_a_dense_shape_known_at_run_time():
     own = slices_of_rank()
 

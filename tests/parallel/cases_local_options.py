@@ -61,6 +61,21 @@ def case_an_outer_optimizer_of_several_dtypes():
 
 
 @sizes(2, timeout_s=160)
+def case_one_group_applies_constraints_as_plain_training():
+    """Once per step: one that halves weights would halve them again at averages and the end."""
+
+    def weights(exchange):
+        halve = {"kernel_constraint": lambda kernel: 0.5 * kernel}
+        model = model_of(lambda: [Dense(3, **halve), Dense(1)])
+        own_fit(model, distributed(SGD(0.05), exchange), start())
+        return model.get_weights()
+
+    plain = weights("allreduce")
+    for options in ({}, {"overlap": 1}):
+        require_close(weights(LocalSGD(1, 3, "allreduce", **options)), plain, rtol=1e-6, atol=0)
+
+
+@sizes(2, timeout_s=160)
 def case_constraints_hold_behind_averages():
     """An outer step and a step by summed gradients may go where no rule lets a parameter be."""
 

@@ -1,7 +1,7 @@
 """A small model in one process that is trained with checkpoints, for tests."""
 
 import os
-from pathlib import Path
+import random
 
 import keras
 import numpy as np
@@ -27,8 +27,8 @@ def job():
 
 
 def arrays():
-    random = np.random.default_rng(3)
-    return random.normal(size=(STEPS * BATCH, 3)), random.normal(size=(STEPS * BATCH, 2))
+    draw = np.random.default_rng(3).normal
+    return draw(size=(STEPS * BATCH, 3)), draw(size=(STEPS * BATCH, 2))
 
 
 def dataset(is_counted=True):
@@ -126,9 +126,35 @@ def resume(folder, stop, every=1, model=build, data=lambda: None, front=(), **op
     return rest
 
 
+def info_of(step, size=2, run="0123abcd", weights=()):
+    """Return what a snapshot of a model with these weights, and without optimizer, would hold."""
+    of_numpy = np.random.RandomState(1).get_state(legacy=False)
+    of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()
+    return {
+        "run": run,
+        "step": step,
+        "size": size,
+        "groups": [list(range(size))],
+        "position": {"epoch": 0, "step": step, "n_steps": step, "data": None},
+        "is_end": False,
+        "random": {"python": random.Random(1).getstate(), "numpy": of_numpy, "keras": None},
+        "weights": [[name, list(value.shape)] for name, value in weights],
+        "rules": [],
+        "trained": [],
+        "ranges": {},
+        "accumulated": [],
+        "residuals": {},
+        "n_quantized": [],
+        "hosts": [0, 0, 1],
+        "metrics": [],
+        "callbacks": [],
+        "keras_callbacks": [],
+    }
+
+
 def refuse(monkeypatch, number, *paths):
     """Let no folder of these be listed, and no file of these be opened."""
-    for owner, name in ((os, "listdir"), (os, "scandir"), (Path, "open")):
+    for owner, name in ((os, "listdir"), (os, "scandir"), (os, "open")):
         usual = getattr(owner, name)
 
         def refusing(path=".", *arguments, usual=usual, **options):

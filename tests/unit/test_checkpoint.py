@@ -18,6 +18,7 @@ from tests.unit.checkpoint_model import (
     build,
     dataset,
     fit,
+    info_of,
     interrupt,
     job,  # noqa: F401
     require_equal,
@@ -294,7 +295,7 @@ def test_parts_of_other_ranks_are_not_deleted_before_rank_0_writes_its_own(tmp_p
     def finish_late(saver):
         other = tmp_path / folder_name(2, checkpoint._run)
         if not seen:  # as rank 1 of two would have it by now
-            write_part(other, 1, Part({"run": checkpoint._run, "step": 2, "size": 2}, {}))
+            write_part(other, 1, Part(info_of(2, run=checkpoint._run), {}))
         finish(saver)
         seen.append((other / "rank-00001.manifest").exists())
 

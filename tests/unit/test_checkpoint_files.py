@@ -1,6 +1,9 @@
 """Files of checkpoints: complete or not there, never half-loaded."""
 
+import contextlib
+import copy
 import errno
+import hashlib
 import json
 import os
 import random
@@ -8,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -15,9 +19,11 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tfscale
-from tests.unit.checkpoint_model import refuse
+from tests.unit.checkpoint_model import info_of, refuse
 from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.checkpoints.files import (
@@ -41,8 +47,8 @@ RUN = "0123abcd"
 def write(directory: Path, step: int, size: int = 2, ranks=None, run: str = RUN) -> Path:
     folder = directory / folder_name(step, run)
     for rank in range(size) if ranks is None else ranks:
-        info = {"run": run, "step": step, "size": size, "groups": [list(range(size))]}
         arrays = {"weight/0": np.arange(40.0) + rank, "seed/0": np.array([rank, 3], np.uint32)}
+        info = info_of(step, size, run, [("dense/kernel", arrays["weight/0"])])
         write_part(folder, rank, Part(info, arrays))
     return folder
 
@@ -125,8 +131,234 @@ def test_missing_and_foreign_parts_are_refused(tmp_path):
     other = write(tmp_path / "other", 7, ranks=[1], run="ffffffff")
     for file in other.iterdir():
         shutil.copy(file, folder)
+    with pytest.raises(DamagedError, match="rank-00001.manifest is of step 7 of run 'ffffffff'"):
+        list_checkpoints(tmp_path)[0].check()
+    write(tmp_path, 7, size=3, ranks=[1])
     with pytest.raises(DamagedError, match="ranks 0 and 1 do not belong together"):
         list_checkpoints(tmp_path)[0].check()
+
+
+def test_a_checkpoint_under_another_name_is_damaged_and_not_counted(tmp_path):
+    """After `mv`, each start would resume from its step, and `keep` take it for the newest."""
+    folders = [write(tmp_path, step) for step in (10, 20, 30)]
+    renamed = folders[0].rename(tmp_path / folder_name(99, RUN))
+    shutil.copytree(folders[1], tmp_path / folder_name(20, "ffffffff"))  # of another run
+    newest, second, *others = list_checkpoints(tmp_path)
+    assert newest.path == renamed and newest.is_finished
+    text = f"rank-00000.manifest is of step 10 of run '{RUN}', not of {renamed.name}"
+    assert newest.damage == text
+    with pytest.raises(DamagedError, match=text):
+        newest.check()
+    assert second.path == folders[2] and second.check() and not second.damage
+    assert [bool(found.damage) for found in others if "ffffffff" in found.path.name] == [True]
+    write(tmp_path, 40)
+    prune(tmp_path, 2, {RUN})
+    assert [found.step for found in list_checkpoints(tmp_path)] == [99, 40, 30]
+    swapped = [tmp_path / folder_name(step, RUN) for step in (40, 30)]
+    swapped[0].rename(tmp_path / "aside")
+    swapped[1].rename(swapped[0])
+    (tmp_path / "aside").rename(swapped[1])
+    assert all(found.damage for found in list_checkpoints(tmp_path))
+
+
+def test_parts_of_another_step_in_a_folder_are_damage(tmp_path):
+    older, newer = write(tmp_path, 10), write(tmp_path, 20)
+    for file in older.glob("rank-00001.*"):
+        shutil.copy(file, newer)
+    with pytest.raises(DamagedError, match="rank-00001.manifest is of step 10 .* not of step-0*20"):
+        list_checkpoints(tmp_path)[0].check()
+
+
+def seal(folder: Path, text: bytes, rank: int = 0) -> None:
+    """Write a manifest whose checksum fits."""
+    digest = hashlib.sha256(text + b"\n").hexdigest().encode()
+    (folder / f"rank-{rank:05d}.manifest").write_bytes(text + b"\n" + digest + b"\n")
+
+
+def require_damage(tmp_path: Path) -> None:
+    """Require that the newest checkpoint is refused, at once, and `keep` does not count it."""
+    newest, older = list_checkpoints(tmp_path)
+    with pytest.raises(DamagedError):
+        newest.check()
+    assert newest.damage and newest.is_finished and older.check()
+    prune(tmp_path, 1, {RUN})
+    assert list_checkpoints(tmp_path) == [newest, older]
+
+
+MALFORMED = {
+    "size": [10**9, 0, -1, "2", 2.0, True, None, [2], 10**400],
+    "step": [-20, "20", 20.0, None, 10**20],
+    "run": [3, "../../x", None, "x" * 10**5],
+    "groups": [[], [[0]], [[0, 1], [1]], [[0, 2]], 5, [0, 1], None, [["0", "1"]]],
+    "position": [None, {}, [], {"epoch": 0}, 7],
+    "is_end": [0, "no"],
+    "weights": [5, [["kernel"]], [["kernel", [4, -1]]], "no"],
+    "rules": [[{}], None, [{"class": 1, "n": 2, "slots": []}]],
+    "trained": [[[1]], [[-1]], [["0"]], None],
+    "ranges": [[], {"0/1": 5}, {"0/1": [3]}, {"x": None}, {"0/weight7": None}],
+    "residuals": [{"0/9": [[], 1.0]}, {"0/0": []}],
+    "accumulated": [[0], "none"],
+    "n_quantized": [[0], None],
+    "random": [None, {}, {"python": [3, [], None], "numpy": {}}],
+    "metrics": [[["sum"]], {}],
+    "callbacks": [[5], [{"kind": "A"}], {}],
+    "keras_callbacks": [[{"kind": "A", "numbers": {"best": "low"}}]],
+}
+
+
+def test_a_manifest_that_is_well_sealed_and_malformed_is_damage(tmp_path):
+    write(tmp_path, 10)
+    folder = write(tmp_path, 20)
+    manifests = [read_manifest(folder, rank) for rank in range(2)]
+
+    def put(change):
+        for rank, manifest in enumerate(manifests):
+            manifest = copy.deepcopy(manifest)
+            change(manifest)
+            seal(folder, json.dumps(manifest).encode(), rank)
+
+    put(lambda manifest: None)
+    assert list_checkpoints(tmp_path)[0].check()
+    for name, values in MALFORMED.items():
+        for value in values:
+            put(lambda manifest, name=name, value=value: manifest["info"].update({name: value}))
+            require_damage(tmp_path)
+        if name not in ("trained", "residuals", "n_quantized"):  # which older ones do not have
+            put(lambda manifest, name=name: manifest["info"].pop(name))
+            require_damage(tmp_path)
+    for name, value in (("epoch", -5), ("step", 1.5), ("n_steps", 19), ("data", 5), ("more", 1)):
+        put(lambda m, name=name, value=value: m["info"]["position"].update({name: value}))
+        require_damage(tmp_path)
+    for name in manifests[0]:
+        put(lambda manifest, name=name: manifest.pop(name))
+        require_damage(tmp_path)
+    for file in ("../rank-00000.safetensors", "/etc/passwd", 5, None):
+        put(lambda manifest, file=file: manifest.update(file=file))
+        require_damage(tmp_path)
+    for weights in ([["kernel", [39]]], [["kernel", [40]]] * 2):  # the arrays are others
+        put(lambda manifest, weights=weights: manifest["info"].update(weights=weights))
+        with pytest.raises(DamagedError, match="rank-00000.safetensors has no weight kernel of"):
+            list_checkpoints(tmp_path)[0].check()
+    state = {"deep": json.loads("[" * 300 + "]" * 300)}
+    put(lambda manifest: manifest["info"].update(callbacks=[{"kind": "A", "state": state}]))
+    require_damage(tmp_path)
+    numpy_state = copy.deepcopy(manifests[0]["info"]["random"])
+    numpy_state["numpy"]["state"]["pos"] = 10**6
+    put(lambda manifest: manifest["info"].update(random=numpy_state))
+    require_damage(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"5",
+        b"[]",
+        b"NaN",
+        b"\xff\xfe{",
+        b"[" * 10**5,
+        b'{"a":' * 10**5,
+        b'"\x80"',
+    ],
+    ids=lambda text: str(text[:6]),
+)
+def test_a_manifest_that_is_no_object_is_damage(tmp_path, text):
+    write(tmp_path, 10)
+    folder = write(tmp_path, 20)
+    for rank in range(2):
+        seal(folder, text, rank)
+    require_damage(tmp_path)
+
+
+_LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9), st.just(10**300)
+)
+_JSON = st.recursive(
+    _LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=9,
+)
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(st.data())
+def test_any_value_at_any_place_is_refused_or_harmless(data):
+    """Values replaced at random in a whole manifest: no other error than damage."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write(Path(name), 20, size=1)
+        manifest = read_manifest(folder, 0)
+        at, key = manifest, data.draw(st.sampled_from(sorted(manifest)))
+        while isinstance(at[key], dict | list) and at[key] and data.draw(st.booleans()):
+            at = at[key]
+            key = data.draw(st.sampled_from(sorted(at) if isinstance(at, dict) else range(len(at))))
+        at[key] = data.draw(_JSON)
+        seal(folder, json.dumps(manifest).encode())
+        (found,) = list_checkpoints(name)
+        with contextlib.suppress(DamagedError):
+            (checked,) = found.check()
+            part = Part.stored(folder, checked)
+            assert (part.info["step"], part.info["run"]) == (20, RUN)
+            assert part.arrays["weight/0"].shape == (40,)
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(st.data())
+def test_any_header_of_arrays_is_refused_or_harmless(data):
+    """The header of the arrays replaced at random, under checksums that fit."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write(Path(name), 20, size=1)
+        path, manifest = folder / "rank-00000.safetensors", read_manifest(folder, 0)
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        if data.draw(st.booleans()):
+            entry = header["weight/0"]
+            entry[data.draw(st.sampled_from(sorted(entry)))] = data.draw(_JSON)
+            header["__metadata__"] = data.draw(st.just({}) | _JSON)
+            text = json.dumps(header).encode()
+        else:
+            text = data.draw(st.binary(max_size=60))
+        length = data.draw(st.just(len(text)) | st.integers(0, 2**64 - 1))
+        content = length.to_bytes(8, "little") + text + content[-400:]
+        path.write_bytes(content)
+        manifest |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        seal(folder, json.dumps(manifest).encode())
+        (found,) = list_checkpoints(name)
+        with contextlib.suppress(DamagedError):
+            (checked,) = found.check()
+            for array in Part.stored(folder, checked).arrays.values():
+                assert array.nbytes <= len(content)
+
+
+@pytest.mark.parametrize("kind", ["manifest", "safetensors"])
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "loop"])
+def test_a_pipe_or_device_in_place_of_a_file_is_damage(tmp_path, kind, what):
+    """Reading a pipe, or /dev/zero, would never end."""
+    write(tmp_path, 10)
+    folder = write(tmp_path, 20)
+    for rank in range(2):
+        path = folder / f"rank-{rank:05d}.{kind}"
+        path.unlink()
+        if what == "pipe":
+            os.mkfifo(path)
+        elif what == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("/dev/zero" if what == "device" else path)
+    newest, older = list_checkpoints(tmp_path)
+    with pytest.raises(DamagedError, match="rank-00000"):
+        newest.check()
+    assert older.check()
+
+
+def test_digits_of_other_scripts_are_no_names_of_parts(tmp_path):
+    folder = write(tmp_path, 20)
+    (folder / "rank-0000\u0661.manifest").write_bytes(b"")
+    (tmp_path / folder.name.replace("20", "2\u0660")).mkdir()
+    (found,) = list_checkpoints(tmp_path)
+    assert found.check()
 
 
 def test_unfinished_is_no_checkpoint(tmp_path):
@@ -156,12 +388,12 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 WRITE_ON = """
-import sys, numpy as np
+import json, sys, numpy as np
 from pathlib import Path
 from tfscale.checkpoints.files import Part, write_part
-directory = Path(sys.argv[1])
+directory, info = Path(sys.argv[1]), json.loads(sys.argv[2])
 for step in range(100000):
-    info = {"run": "00000000", "step": step, "size": 2, "groups": [[0, 1]]}
+    info["step"] = info["position"]["n_steps"] = step
     for rank in range(2):
         arrays = {"a": np.full(100_000, step, np.float64)}
         write_part(directory / f"step-{step:010d}-00000000", rank, Part(info, arrays))
@@ -174,7 +406,8 @@ def test_killed_while_writing(tmp_path):
     dice = random.Random(2)
     n_unfinished = 0
     for number in range(12):
-        command = [sys.executable, "-c", WRITE_ON, str(tmp_path / f"{number}")]
+        words = [str(tmp_path / f"{number}"), json.dumps(info_of(0, run="00000000"))]
+        command = [sys.executable, "-c", WRITE_ON, *words]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         child.stdout.readline()
@@ -297,7 +530,7 @@ def test_means(tmp_path):
 def test_the_saver_tells_what_went_wrong_once(tmp_path, monkeypatch, is_asynchronous):
     tfscale.init()
     saver = Saver(tmp_path, 1, is_shared=True, is_asynchronous=is_asynchronous)
-    part = Part({"run": RUN, "step": 4, "size": 1, "groups": [[0]]}, {})
+    part = Part(info_of(4, size=1), {})
     saver.start(part, RUN)
     assert saver.wait() == "" and list_checkpoints(tmp_path)[0].is_finished
     monkeypatch.setattr(module, "write_part", mock.Mock(side_effect=OSError("full")))

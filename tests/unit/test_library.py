@@ -1,7 +1,9 @@
 """The library that fits: in the package, in the user's cache, or compiled at its first use."""
 
 import errno
+import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from tfscale.comm.backends import engine
 from tfscale.config import ExchangeError, Settings
 from tfscale.launcher import cli, doctor, mpi_command
 
+ANSWER = {"version": "2", "compile": [], "link": []}
 MPI = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
 VERSION = native.present_tensorflow()
 # A process that compiles by writing a file, once the other one waits, and notes that it did.
@@ -27,8 +30,9 @@ def build(output_dir, build_dir):
     deadline = time.monotonic() + 50
     while not waits.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    (output_dir / native.STAMP_NAME).write_text("{}")
     (output_dir / native.LIBRARY_NAME).write_bytes(b"made")
+    digest = native.sha256(b"made")
+    (output_dir / native.STAMP_NAME).write_text(f'{{"sha256": "{digest}"}}')
     return output_dir / native.LIBRARY_NAME
 
 def say(who, text, usual=library._say):
@@ -43,10 +47,11 @@ print(library.prepare_library(who=sys.argv[2]))
 
 
 def put(folder, **stamp):
-    """Write an empty library with a build record."""
+    """Write a library that cannot be loaded, with a build record."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (folder / native.LIBRARY_NAME).write_bytes(b"")
-    stamp = {"tensorflow": VERSION, "mpi": "MPICH 5.0.2", **stamp}
+    (folder / native.LIBRARY_NAME).write_bytes(b"library")
+    digest = native.sha256(b"library")
+    stamp = {"tensorflow": VERSION, "mpi": "MPICH 5.0.2", "sha256": digest, **stamp}
     (folder / native.STAMP_NAME).write_text(json.dumps(stamp))
     return folder / native.LIBRARY_NAME
 
@@ -177,6 +182,90 @@ def test_what_a_killed_process_left_is_removed(places, compiled):
     places[1].chmod(0o700)
     assert library.prepare_library().exists()
     assert not left.exists()
+
+
+DAMAGE = {
+    "no record": lambda library, record: record.unlink(),
+    "empty record": lambda library, record: record.write_bytes(b""),
+    "cut record": lambda library, record: record.write_bytes(record.read_bytes()[:40]),
+    "another record": lambda library, record: record.write_text("[1]"),
+    "no text": lambda library, record: record.write_bytes(b"\xff\xfe\x00"),
+    "without digest": lambda library, record: record.write_text("{}"),
+    "empty library": lambda library, record: library.write_bytes(b""),
+    "cut library": lambda library, record: library.write_bytes(library.read_bytes()[:3]),
+    "changed library": lambda library, record: library.write_bytes(b"Library"),
+    "no library": lambda library, record: library.unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_library_is_compiled_again(places, compiled, capsys, kind):
+    """Loading one that was cut kills the process; and no later start may end with an error."""
+    path = library.prepare_library()
+    record = path.with_name(native.STAMP_NAME)
+    before = path.read_bytes(), record.read_bytes()
+    DAMAGE[kind](path, record)
+    assert library.find_library() is None
+    check = doctor.check_cache()
+    assert check.status == "info" and f"{path.parent.name}: cut or changed" in check.detail
+    capsys.readouterr()
+    assert library.prepare_library() == library.find_library() == path and len(compiled) == 2
+    assert "holds no whole library" in capsys.readouterr().err
+    assert (path.read_bytes(), record.read_bytes()) == before
+    assert {entry.name for entry in places[1].iterdir()} == {path.parent.name, "lock"}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_library_of_the_package_is_not_used(places, compiled, kind):
+    path = put(places[0])
+    DAMAGE[kind](path, path.with_name(native.STAMP_NAME))
+    assert library.prepare_library().is_relative_to(places[1]) and len(compiled) == 1
+    assert doctor.check_library(MPI).status == "ok"
+
+
+def test_a_disk_that_is_full_while_compiling_leaves_nothing(places, compiled, monkeypatch):
+    def fill(output_dir, build_dir):
+        put(output_dir, **wanted())
+        (output_dir / native.STAMP_NAME).write_bytes(b"{")
+        raise OSError(errno.ENOSPC, "No space left on device", str(output_dir))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "build", fill)
+        with pytest.raises(ExchangeError, match="No space left on device.*Set XDG_CACHE_HOME"):
+            library.prepare_library()
+    assert [entry.name for entry in places[1].iterdir()] == ["lock"]
+    assert library.prepare_library() == library.find_library()
+
+
+def test_files_of_the_build_folder_that_were_cut_are_made_again(tmp_path, monkeypatch):
+    """The answer of TensorFlow, and an object whose compiler was killed."""
+    monkeypatch.setattr(native, "run_quietly", lambda *_: json.dumps(ANSWER))
+    for content in (b"", b'{"key', b"[]", b"\xff"):
+        (tmp_path / "tensorflow.json").write_bytes(content)
+        assert native.find_tensorflow(tmp_path).version == "2"
+    source = tmp_path / "a.cc"
+    source.write_text("")
+
+    def compile_it(command, what, text="whole"):
+        made = Path(command[-1])
+        made.write_text(text)
+        made.with_suffix(".d").write_text(f"a.o: {source}")
+        if text != "whole":
+            raise native.BuildError("killed")
+
+    target = native.compile_objects
+    sources = [native.Source(source, [])]
+    monkeypatch.setattr(native, "run_quietly", compile_it)
+    (made,) = target(sources, tmp_path, "g++")
+    assert made.read_text() == "whole"
+    later = made.stat().st_mtime + 5
+    os.utime(source, (later, later))
+    monkeypatch.setattr(native, "run_quietly", functools.partial(compile_it, text="part"))
+    with pytest.raises(native.BuildError):
+        target(sources, tmp_path, "g++")
+    os.utime(made, (later + 5, later + 5))
+    monkeypatch.setattr(native, "run_quietly", compile_it)
+    assert target(sources, tmp_path, "g++")[0].read_text() == "whole"
 
 
 def test_without_locks_the_first_to_finish_wins(places, compiled, monkeypatch):

@@ -72,6 +72,29 @@ def test_groups_of_the_user(specs, data):
         assert sum(bool(set(b) & set(group)) for b in buckets) == n_dtypes
 
 
+def test_the_work_of_buckets_grows_with_the_number_of_variables():
+    """And not with its square: a model of 20,000 variables took minutes."""
+    counts = []
+
+    class Position(int):
+        def __hash__(self):
+            counts.append("hash")
+            return super().__hash__()
+
+    class Spec(GradientSpec):
+        @property
+        def n_bytes(self):
+            counts.append("bytes")
+            return super().n_bytes
+
+    n = 500
+    specs = [Spec(f"layer{i}/kernel", (4,), "float32") for i in range(n)]
+    assert len(build_buckets(specs, 2**20)) == 1
+    assert counts.count("bytes") <= 2 * n
+    assert len(group_buckets(specs, [list(map(Position, range(n // 2)))])) == 1 + n // 2
+    assert counts.count("hash") <= 4 * n
+
+
 def test_errors():
     with pytest.raises(PlanError, match="bucket_bytes=-1"):
         build_buckets([], -1)

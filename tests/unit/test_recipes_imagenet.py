@@ -102,6 +102,9 @@ def test_damaged_pictures_are_left_out_and_known_from_then_on_but_one_percent_is
     data = _load(folder).train
     assert data.samples == COUNT - 1 and sum(len(y) for _, y in data) == 100
     assert notes() == before
+    for path, content in zip(sorted(before)[1:], (b"", b"[0, "), strict=True):
+        path.write_bytes(content)  # as after a full disk
+    assert _load(folder).train.samples == COUNT - 1 and notes() != before
     if (folder / "train").is_dir():
         (folder / "train" / "n01" / "train_0000.JPEG").write_bytes(b"")
     else:

@@ -143,6 +143,11 @@ def test_a_timeline_is_of_the_ranks_of_its_job(tmp_path):
     entries = json.loads((tmp_path / chrome.FILE_NAME).read_text())["traceEvents"]
     assert {entry["pid"] for entry in entries} == {0, 1}
     assert parts_left(tmp_path) == [3, 4]
+    chrome.part_path(tmp_path, 0).write_bytes(b'{"traceEv')
+    assert not chrome.merge_parts(tmp_path, 1) and parts_left(tmp_path) == [0, 3, 4]
+    assert chrome.merge_parts(tmp_path)  # of those that can be read
+    entries = json.loads((tmp_path / chrome.FILE_NAME).read_text())["traceEvents"]
+    assert {entry["pid"] for entry in entries} == {3, 4}
 
 
 def test_a_job_that_begins_removes_what_an_earlier_one_has_left(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfscale.files import write_atomically
+from tfscale.files import read_json, write_atomically
 
 FILE_NAME = "timeline.json"
 _STEPS = 0  # the row of steps; collectives pending together lie in rows 1, 2, ...
@@ -84,7 +84,8 @@ def merge_parts(directory: str | Path, n_ranks: int | None = None) -> bool:
     """Merge the ranks' parts into `timeline.json` and remove them; return whether it was done.
 
     With `n_ranks`, the size of the job, only parts of its ranks are merged, and none while one is
-    missing; `tfscale report` merges them later. Without it, all parts in the folder are merged.
+    missing or cut; `tfscale report` merges them later. Without it, all readable parts in the folder
+    are merged.
     """
     folder = Path(directory)
     if n_ranks is None:
@@ -93,7 +94,11 @@ def merge_parts(directory: str | Path, n_ranks: int | None = None) -> bool:
         parts = [part_path(folder, rank) for rank in range(n_ranks)]
     if not all(part.exists() for part in parts) or (n_ranks is None and not parts):
         return False
-    contents = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    contents = [read_json(part) for part in parts]
+    if n_ranks is None:
+        contents = [content for content in contents if content]  # without those that were cut
+    if not contents or not all(contents):
+        return False
     entries = [entry for content in contents for entry in content["traceEvents"]]
     errors = [e * 1e3 for content in contents for e in content["otherData"]["clock_error_us"]]
     write_trace(folder / FILE_NAME, entries, errors)

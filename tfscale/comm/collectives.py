@@ -130,13 +130,23 @@ def _compared(reduction: Reduction) -> list[Any]:
     return [reduction.op.name, float(reduction.prescale), float(reduction.postscale)]
 
 
+def _narrowed(value: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Return a sum in its values' dtype; an integer that this does not hold becomes the nearest."""
+    if value.dtype == dtype:
+        return value
+    return tf.cast(tf.clip_by_value(value, int(dtype.min), int(dtype.max)), dtype)
+
+
 def _reduce(tensors: Sequence[tf.Tensor], reduction: Reduction, call: Call) -> list[tf.Tensor]:
     """Reduce tensors of one dtype as one message."""
     tensors = [tf.convert_to_tensor(t) for t in tensors]
     runtime.require_reducible(tensors)
 
     def collective(*own: tf.Tensor) -> tuple[Any, Any]:
-        return runtime.backend().allreduce(own, call, reduction), None
+        dtype = own[0].dtype
+        wide = [tf.cast(value, reduction.summed_as(dtype)) for value in own]
+        sums = runtime.backend().allreduce(wide, call, reduction)
+        return [_narrowed(total, dtype) for total in sums], None
 
     def gradient(_: Any, back: Call, *output_gradients: tf.Tensor) -> list[tf.Tensor]:
         _require_sum(reduction)
@@ -189,7 +199,9 @@ def allreduce(
         name: Name in logs and errors.
 
     Returns:
-        The result, equal bit by bit on all ranks: values are added in rank order.
+        The result, equal bit by bit on all ranks: values are added in rank order. Averages and
+        scaled sums of integers are added up in 64 bits and truncated, and a result that the dtype
+        does not hold becomes the nearest value; plain sums of integers wrap, as in NumPy.
 
     Raises:
         ConfigError: Unknown op or dtype.
@@ -483,7 +495,8 @@ def reducescatter(
     runtime.require_reducible([value])
 
     def collective(own: tf.Tensor) -> tuple[Any, Any]:
-        return runtime.backend().reducescatter(own, call, reduction), None
+        wide = tf.cast(own, reduction.summed_as(own.dtype))
+        return _narrowed(runtime.backend().reducescatter(wide, call, reduction), own.dtype), None
 
     def backward(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
         _require_sum(reduction)
@@ -552,8 +565,12 @@ def allreduce_sparse(
             f"op={reduction.op.name.capitalize()}. Use sparse_as_dense=True."
         )
     runtime.require_reducible([slices.values])
+    dtype = slices.values.dtype
+    wide = tf.cast(slices.values, reduction.summed_as(dtype))
+    slices = tf.IndexedSlices(wide, slices.indices, slices.dense_shape)
     own = slices if keeps_repeats else deduplicate(slices)
     terms = reduction.terms("sparse") + _dense_shape_terms(own)
+    terms += f", indices {slices.indices.dtype.name}, values {dtype.name}"
     if tf.executing_eagerly():
         agree(header_of("sparse allreduce", [terms], [own.values], call.label), call.group)
 
@@ -570,7 +587,10 @@ def allreduce_sparse(
     if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
         values = values / 1 if is_mean else values  # floats, as in Horovod
         rows = deduplicate(tf.IndexedSlices(values, indices, slices.dense_shape))
-        return tf.IndexedSlices(scale(rows.values, factor), rows.indices, rows.dense_shape)
+        floats = tf.float32 if dtype.size < tf.int32.size else tf.float64  # as `values / 1`
+        result = scale(rows.values, factor)
+        result = tf.cast(result, floats) if is_mean else _narrowed(result, dtype)
+        return tf.IndexedSlices(result, rows.indices, rows.dense_shape)
     rows = tf.IndexedSlices(scale(values, factor), indices, slices.dense_shape)
     # Keras's nonlinear rules (Adam squares each row) need each index once.
     return rows if keeps_repeats else deduplicate(rows)

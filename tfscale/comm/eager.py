@@ -225,8 +225,9 @@ def join() -> int:
             continue
         runtime.eager_calls()[group.id] = max(h.number for h in headers)
         common = _common_header(headers, group)
-        zeros = [tf.zeros(s, d) for s, d in zip(common.shapes, common.dtypes, strict=True)]
         op, *factors = common.options
         reduction = Reduction(ReduceOp[op], *factors)
+        dtypes = [reduction.summed_as(tf.as_dtype(dtype)) for dtype in common.dtypes]
+        zeros = [tf.zeros(s, d) for s, d in zip(common.shapes, dtypes, strict=True)]
         runtime.backend().allreduce(zeros, Call(group, common.label), reduction)
     return 0

@@ -37,6 +37,7 @@ from tfscale.comm.native import (
     require_tensorflow,
 )
 from tfscale.config import ExchangeError, environment
+from tfscale.files import sync_folder
 
 PACKAGED = PACKAGE / "_lib"
 # Seconds of compiling on one core, and on many; a message says so.
@@ -197,6 +198,8 @@ def _compile_once(stamp: Mapping[str, str], who: str) -> Path:
             for name in names if is_locked else ():  # no other process compiles
                 if name.startswith(_UNFINISHED):
                     shutil.rmtree(folder / name, ignore_errors=True)  # of a killed one
+            if target.exists():
+                _say(who, f"{target} holds no whole library: it was cut or changed.")
             versions = f"TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
             _say(who, f"compiling the library for {versions}, once on this machine: {duration}.")
             started = time.monotonic()
@@ -250,14 +253,16 @@ def _compile_into(target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=target.parent) as name:
         made = Path(name) / "made"
         made.mkdir(mode=0o700)
-        library = build(made, Path(name) / "objects")
-        with library.open("rb") as file:
-            os.fsync(file.fileno())
+        build(made, Path(name) / "objects")
+        if read_stamp(target) is None:  # what is there is damaged
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(Path(name) / "damaged")
         try:
             made.rename(target)
         except OSError:  # without locks, another process may have been faster
             if read_stamp(target) is None:
                 raise
+        sync_folder(target.parent)
 
 
 @dataclass(frozen=True)
@@ -272,12 +277,25 @@ class Cached:
 def cached_libraries() -> list[Cached]:
     """Return the libraries of the user's cache, the newest first."""
     found = []
-    for path in cache_folder().glob(f"*/{STAMP_NAME}"):
+    for path in cache_folder().glob(f"*/{LIBRARY_NAME}"):
         stamp = read_stamp(path.parent)
         if stamp is not None and not path.parent.name.startswith(_UNFINISHED):
-            status = path.with_name(LIBRARY_NAME).stat()
+            status = path.stat()
             found.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
     return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
+
+
+def damaged_folders() -> list[Path]:
+    """Return the folders of the user's cache whose library or record is cut or unreadable."""
+    folders = sorted(
+        {
+            path.parent
+            for name in (LIBRARY_NAME, STAMP_NAME)
+            for path in cache_folder().glob(f"*/{name}")
+        }
+    )
+    finished = [path for path in folders if not path.name.startswith(_UNFINISHED)]
+    return [path for path in finished if read_stamp(path) is None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tfscale.config import ExchangeError
+from tfscale.files import read_json, sha256, sync_folder, write_atomically
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARY_NAME = "libtfscale.so"
 STAMP_NAME = "build.json"
+DIGEST = "sha256"  # of the library, in its build record
 SUPPORTED_TENSORFLOW = "2.18 to 2.21"
 _TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm")
 _PROBE_TENSORFLOW = """
@@ -70,12 +71,19 @@ def installed_tensorflow() -> str | None:
     return None
 
 
-def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, Any] | None:
-    """Return the build record of the library in `folder`, or None where there is no library."""
-    stamp = folder / STAMP_NAME
-    if not (stamp.exists() and (folder / LIBRARY_NAME).exists()):
+def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, str] | None:
+    """Return the `identity` of the library in `folder`, or None where there is no whole library.
+
+    The record may be unreadable or cut, and the library cut or changed, after a full disk or a
+    crash of the host: loading a library that was cut may kill the process.
+    """
+    try:
+        stamp = read_json(folder / STAMP_NAME)
+        if sha256(folder / LIBRARY_NAME) != stamp.pop(DIGEST):
+            return None
+    except (OSError, KeyError):
         return None
-    return dict(json.loads(stamp.read_text()))
+    return {name: str(value) for name, value in stamp.items()}
 
 
 def present_tensorflow() -> str | None:
@@ -177,12 +185,12 @@ def find_tensorflow(cache_dir: Path) -> TensorFlow:
     version = require_tensorflow()
     cache = cache_dir / "tensorflow.json"
     key = f"{version} {sys.prefix}"
-    known = json.loads(cache.read_text()) if cache.exists() else {}
+    known = read_json(cache)
     if known.get("key") != key:
         text = run_quietly([sys.executable, "-c", _PROBE_TENSORFLOW], "Importing TensorFlow", "/")
         known = {"key": key, **json.loads(text.splitlines()[-1])}
         cache.parent.mkdir(parents=True, exist_ok=True)
-        cache.write_text(json.dumps(known))
+        write_atomically(cache, json.dumps(known))
     include = [f.replace("-I", "-isystem", 1) for f in known["compile"] if "std=" not in f]
     rpaths = [f"-Wl,-rpath,{f[2:]}" for f in known["link"] if f.startswith("-L")]
     return TensorFlow(known["version"], tuple(include), (*known["link"], *rpaths))
@@ -256,6 +264,8 @@ def compile_objects(sources: Sequence[Source], build_dir: Path, compiler: str) -
 
     def compile_one(source: Path, target: Path, command: list[str], key: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Before the object: a compiler that is killed may leave a part of it.
+        target.with_suffix(".cmd").unlink(missing_ok=True)
         run_quietly(command, f"Compiling {source.name}")
         target.with_suffix(".cmd").write_text(key)
         _show_progress(next(numbers), len(outdated))
@@ -304,7 +314,7 @@ def _operations(build_dir: Path, toolchain: Toolchain, tensorflow: TensorFlow) -
 
 
 def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
-    """Build the library, and a stamp with its `identity`.
+    """Build the library, and a stamp with its `identity` and digest; both are on the disk then.
 
     `build_dir` keeps objects between builds; `mpicxx` is MPI's compiler wrapper, None finds one.
     """
@@ -322,6 +332,10 @@ def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
     unfinished = library.with_suffix(".new")
     command = [toolchain.compiler, "-shared", *map(str, objects), "-o", str(unfinished), *link]
     run_quietly(command, "Linking libtfscale.so")
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+        stamp[DIGEST] = sha256(file)
     unfinished.replace(library)
-    (output_dir / STAMP_NAME).write_text(json.dumps(stamp, indent=2) + "\n")
+    write_atomically(output_dir / STAMP_NAME, json.dumps(stamp, indent=2) + "\n")
+    sync_folder(output_dir)
     return library

@@ -219,7 +219,7 @@ class Executor:
             )
         results = list(gradients)
         given = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        local = [i for i in given if self.is_local(variables[i])]
+        local = {i for i in given if self.is_local(variables[i])}
         shared = [i for i in given if i not in local]
         if self._scale_local_gradients:
             for i in local:
@@ -269,7 +269,8 @@ class Executor:
         plan = self._compile(base, own, forms, quantized, wire)
         if not plan.overlap and not tf.executing_eagerly():
             sent = [i for i, form in forms.items() if form in ("dense", "rows")]
-            with tf.control_dependencies([values_of(own[i]) for i in sent]):
+            # One op that waits for all: edges from each gradient to each would be their square.
+            with tf.control_dependencies([tf.group(*(values_of(own[i]) for i in sent))]):
                 own |= {i: _changed(own[i], tf.identity) for i in sent}
         reduced: dict[int, Any] = {}
         for part in plan.parts:

@@ -191,7 +191,7 @@ class Wire:
         backend = runtime.backend()
         collective = backend.quantized_scatter if parts else backend.quantized_allreduce
         result = collective(tensors, quantization, call, reduction)
-        self.updates.extend(self.residuals.updates(chosen, self.group, result))
+        self.updates.extend(self.residuals.updates(chosen, result))
         return result.sums
 
     def allreduce(
@@ -342,8 +342,9 @@ class Scatter(Part):
 
     def scatter(self, tensors: Sequence[tf.Tensor], call: Call, wire: Wire) -> tf.Tensor:
         """Return this rank's pieces of the sums, one after another. Collective."""
+        sent = frozenset(self.indices)
         counts = [
-            sum(p.count for p in self.segment.pieces(rank) if p.variable in self.indices)
+            sum(p.count for p in self.segment.pieces(rank) if p.variable in sent)
             for rank in range(wire.group.size)
         ]
         reduction = wire.reduction(tensors)
@@ -426,7 +427,7 @@ def compile_plan(
         # Of the whole bucket, even if a step has only some of its gradients.
         last, indices = min(bucket.indices), tuple(i for i in bucket.indices if i in given)
         few = tuple(i for i in indices if table.parameters[i].wire_dtype in QUANTIZED)
-        exact = tuple(i for i in indices if i not in few)
+        exact = tuple(i for i in indices if table.parameters[i].wire_dtype not in QUANTIZED)
         found += [(last, QuantizedScatter(few, bucket))] if few else []
         found += [(last, Scatter(exact, bucket))] if exact else []
         found += [(last, Partial((i,), made[i] == "partial")) for i in bucket.indices if i in made]

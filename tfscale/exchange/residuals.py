@@ -73,7 +73,7 @@ class Residuals:
         self._start: tf.Variable | None = None  # the first compressed one
         self._first_step = self._first_of_few = 0  # the values with which they are created
         self.expect(0)
-        self._of: dict[tuple[int, int], Residual] = {}
+        self._of: dict[int, Residual] = {}  # by the id of the parameter
         self._restored: dict[int, Restored] = {}
 
     @property
@@ -124,19 +124,18 @@ class Residuals:
             [residual.owner.read_value() for residual in kept if residual.owner is not None],
         )
 
-    def updates(self, parameters: Sequence[Any], group: Group, sums: Quantized) -> list[Update]:
+    def updates(self, parameters: Sequence[Any], sums: Quantized) -> list[Update]:
         """Return the residuals' next values after an exchange."""
         if not self.compression.error_feedback:
             return []
-        kept = [self._of[id(p), group.id] for p in parameters]
+        kept = [self._of[id(p)] for p in parameters]
         owners = [residual.owner for residual in kept if residual.owner is not None]
         pairs = list(zip([residual.own for residual in kept], sums.errors, strict=True))
         return pairs + list(zip(owners, sums.owner_errors, strict=True))
 
     def alone(self, parameter: Any, gradient: Any, group: Group) -> tuple[Any, list[Update]]:
         """Add the pending sum of a checkpoint to a gradient that only this rank has."""
-        known = {*self._restored, *(of for of, _ in self._of)}
-        is_known = id(parameter) in known
+        is_known = id(parameter) in self._restored or id(parameter) in self._of
         if group.rank < 0 or not is_known:
             return gradient, []
         count = int(np.prod(parameter.shape))
@@ -151,12 +150,7 @@ class Residuals:
         self, parameter: Any, group: Group, cuts: Cuts, factor: float, rounds_sum: bool = False
     ) -> Residual:
         """Return the residual of a parameter in the function that is traced; see `Residual`."""
-        key = id(parameter), group.id
-        if key not in self._of:  # one of all ranks, where they have begun to train in groups
-            others = [other for other in self._of if other[0] == id(parameter)]
-            found = self._of.pop(others[0]) if others else None
-        else:
-            found = self._of[key]
+        found = self._of.get(id(parameter))  # perhaps of all ranks, which now form groups
         is_same = found and found.cuts == cuts and (found.owner is not None) == rounds_sum
         if found is not None and is_same and found.group.id == group.id:
             return found
@@ -169,9 +163,9 @@ class Residuals:
                 own = found.own
             owner = tf.Variable(tf.zeros([end - begin]), trainable=False) if rounds_sum else None
             basis = found.basis if found else self._first_basis(tuple(parameter.shape))
-            self._of[key] = Residual(parameter, group, cuts, factor, own, owner, basis)
-            self._take_restored(self._of[key])
-        return self._of[key]
+            self._of[id(parameter)] = Residual(parameter, group, cuts, factor, own, owner, basis)
+            self._take_restored(self._of[id(parameter)])
+        return self._of[id(parameter)]
 
     def _first_basis(self, shape: tuple[int, ...]) -> tf.Variable | None:
         """Create random columns, equal on all ranks, if gradients are sent as factors."""

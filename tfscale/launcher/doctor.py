@@ -128,6 +128,8 @@ def check_cache() -> Check:
             f"{one.stamp['tensorflow']}, {one.stamp['mpi']}, {one.stamp['compiler']}"
             f"{': of another tfscale or a removed MPI, rm -r it' if is_old else ''}"
         )
+    for path in library.damaged_folders():
+        lines.append(f"\n{'':21}{path.name}: cut or changed, compiled again when needed; rm -r it")
     n_bytes = sum(one.n_bytes for one in cached)
     detail = f"{folder}: {len(cached)} compiled, {n_bytes / 2**20:.1f} MB"
     return Check("cache", "info", detail + "".join(lines))

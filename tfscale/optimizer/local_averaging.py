@@ -77,6 +77,8 @@ class GroupAverage:
         self._compression = executor.options.compression
         is_compressed = self._compression is not Compression.none
         sums_gradients = strategy.average == "gradients"
+        # The mean of one group is what its update left, under the constraints already.
+        self._is_exact = across.size == 1 and not is_compressed and not sums_gradients
         is_guarded = isinstance(strategy.interval, DistanceGuard)
         needs_common = is_compressed or strategy.outer is not None or sums_gradients or is_guarded
         with tf.init_scope():
@@ -177,7 +179,8 @@ class GroupAverage:
         own = [np.array(variable.numpy()) for variable in self.targets]
         for variable in self.targets:
             value = tf.convert_to_tensor(variable.value)
-            set_constrained(variable, mean_over(self.across, [value], variable.path)[0])
+            if self.across.size > 1:
+                set_constrained(variable, mean_over(self.across, [value], variable.path)[0])
         self._executor.publish()
         return own
 
@@ -272,7 +275,7 @@ class GroupAverage:
             if common:
                 variable.assign(common[place].value)
             else:
-                set_constrained(variable, means[place])
+                self._set(variable, means[place])
         changes = [m - b for m, b in zip(means, before, strict=True)]
         return self._squares_by_layer(part, changes)
 
@@ -288,7 +291,8 @@ class GroupAverage:
 
     def _by_layer(self, part: Sequence[int], squares: Any) -> tf.Tensor:
         names = [owner_of(self._wholes[id(self.targets[i])].path) for i in part]
-        numbers = tf.constant([self.layers.index(name) for name in names], tf.int32)
+        places = {name: place for place, name in enumerate(self.layers)}
+        numbers = tf.constant([places[name] for name in names], tf.int32)
         squares = tf.convert_to_tensor(squares, tf.float64)
         return tf.math.unsorted_segment_sum(squares, numbers, len(self.layers))
 
@@ -298,7 +302,13 @@ class GroupAverage:
             outer.apply([c - m for c, m in zip(common, means, strict=True)], common)
             return
         for last, mean in zip(common, means, strict=False):
-            set_constrained(last, mean)
+            self._set(last, mean)
+
+    def _set(self, variable: keras.Variable, mean: tf.Tensor) -> None:
+        if self._is_exact:
+            variable.assign(mean)
+        else:
+            set_constrained(variable, mean)
 
     def _move_by_gradients(self, part: Sequence[int]) -> list[tf.Tensor]:
         """Return the last common parameters, moved by the mean of the groups' sums."""

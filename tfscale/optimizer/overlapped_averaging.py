@@ -180,7 +180,7 @@ class OverlappedAverage(GroupAverage):
             squares = runtime.backend().merge(message.variables, vectors, kept)
             self._squares.assign_add(self._by_layer(message.places, squares))
             for variable in (self.targets[i] for i in message.places):
-                if variable.constraint is not None:
+                if variable.constraint is not None and not self._is_exact:
                     set_constrained(variable, variable.value)
         if fragment is self.fragments[-1]:
             self._post_report()

@@ -65,14 +65,14 @@ def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Buc
         raise PlanError(f"bucket_bytes must be 0 or more. Received: bucket_bytes={bucket_bytes}.")
     groups: list[list[int]] = []
     last: dict[str, list[int]] = {}  # the open group of each dtype
+    filled: dict[str, int] = {}  # its bytes
     for index in reversed(range(len(specs))):
-        spec = specs[index]
-        group = last.get(spec.dtype, [])
-        filled = sum(specs[i].n_bytes for i in group)
-        if not group or filled + spec.n_bytes > bucket_bytes:
-            group = last[spec.dtype] = []
-            groups.append(group)
-        group.append(index)
+        dtype, n_bytes = specs[index].dtype, specs[index].n_bytes
+        if dtype not in last or filled[dtype] + n_bytes > bucket_bytes:
+            last[dtype], filled[dtype] = [], 0
+            groups.append(last[dtype])
+        last[dtype].append(index)
+        filled[dtype] += n_bytes
     return group_buckets(specs, groups)
 
 
@@ -84,10 +84,10 @@ def group_buckets(
     Each spec is in exactly one bucket: gradients in no group are sent alone, and a group of several
     dtypes is split by dtype. Groups that overlap are a PlanError.
     """
-    chosen = [index for group in groups for index in group]
-    if len(set(chosen)) < len(chosen):
+    chosen = {index for group in groups for index in group}
+    if len(chosen) < sum(map(len, groups)):
         raise PlanError("A variable must be in one group only. Received: groups that overlap.")
-    alone = [[i] for i in range(len(specs)) if i not in set(chosen)]
+    alone = [[i] for i in range(len(specs)) if i not in chosen]
     buckets = []
     for group in [*map(list, groups), *alone]:
         for dtype in {specs[i].dtype for i in group}:

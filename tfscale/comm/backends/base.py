@@ -86,6 +86,14 @@ class Reduction:
         factors = f"(factors {float(self.prescale)} and {float(self.postscale)})"
         return f"{kind} {self.op.name} {factors}".lstrip()
 
+    def summed_as(self, dtype: tf.DType) -> tf.DType:
+        """Return the dtype to add values up in: int64 for scaled sums of all integers.
+
+        A mean is in the range of its values, but their sum may not be.
+        """
+        is_scaled = self.op is ReduceOp.SUM and (self.prescale != 1.0 or self.postscale != 1.0)
+        return tf.int64 if is_scaled and dtype.is_integer else dtype
+
 
 Tensors = Sequence[tf.Tensor]
 
