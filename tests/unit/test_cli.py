@@ -72,13 +72,14 @@ def test_transports_listen_on_the_loopback_interface_where_all_ranks_share_a_hos
 def test_run_prints_the_command_without_values_of_variables(launcher, capsys, monkeypatch):
     monkeypatch.setattr(cli.Job, "run", lambda self: 3)
     words = ["-np", "2", *launcher, "--env", "KEY=secret=1", "--env", "N=2", "python", "t.py"]
-    assert cli.main(["run", *words]) == 3
+    assert cli.main(["run", "--verbose", *words]) == 3
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("tfscale: env ") and err.endswith(" -- python t.py\n")
     assert "secret" not in err and " KEY=... N=... TFSCALE_RESTART=0 " in err
-    assert cli.main(["run", "--quiet", *words]) == 3
-    assert capsys.readouterr().err == ""
-    assert cli.main(["run", "--dry-run", *words]) == 0
+    for options in (["--quiet"], ["--quiet", "--verbose"], []):
+        assert cli.main(["run", *options, *words]) == 3
+        assert capsys.readouterr().err == ""
+    assert cli.main(["run", "--verbose", "--dry-run", *words]) == 0
     assert capsys.readouterr().out.strip() == err.removeprefix("tfscale: ").strip()
 
 
