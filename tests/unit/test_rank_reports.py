@@ -86,7 +86,14 @@ STARTUP = (
     b"E0000 00:00:1795356081.085340    6027 cuda_platform.cc:52] failed call to cuInit: INTERNAL\n"
     b"2026-11-22 13:54:08.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations\n"
 )
+# Two lines: an iterator that a stop within `fit` has left.
+LEFT_ITERATOR = (
+    b"W0000 00:00:1795868800.125669    9850 generator_dataset_op.cc:108] Error occurred when "
+    b"finalizing GeneratorDataset iterator: FAILED_PRECONDITION: Python interpreter state is not "
+    b"initialized. The process may be terminated.\n\t [[{{node PyFunc}}]]\n"
+)
 SAID = (
+    b"\t [[{{node PyFunc}}]]\n"
     b"W0000 00:00:1795356069.251987    6027 op.cc:153] slow\n"
     b"E0000 00:00:1795356081.085340    6027 conv.cc:52] failed\n"
     b"I1122 13:54:08.123456 140234 train.py:12] step 7\n"
@@ -97,12 +104,19 @@ SAID = (
 @pytest.mark.parametrize("prefix", [b"", b"[1] ", b"1: "])
 def test_what_tensorflow_says_at_its_start_is_left_out(prefix, monkeypatch):
     monkeypatch.setattr("tfscale.launcher.reports._HELD_S", 60.0)
-    lines = [prefix + line for line in (STARTUP + SAID).splitlines(keepends=True)]
-    text, kept = (b"".join(own) for own in (lines, lines[len(STARTUP.splitlines()) :]))
+    lines = [prefix + line for line in (STARTUP + LEFT_ITERATOR + SAID).splitlines(keepends=True)]
+    n_left_out = len((STARTUP + LEFT_ITERATOR).splitlines())
+    text, kept = (b"".join(own) for own in (lines, lines[n_left_out:]))
     assert read(text, is_quiet=True)[0] == kept
     assert read(text)[0] == text
-    slowly = [text[i : i + 1] for i in range(700)] + [text[700:]]
-    for chunks, pause_s in ([text[:3], text[3:100], text[100:]], 0.0), (slowly, 0.0005):
+    slowly = [text[i : i + 1] for i in range(1100)] + [text[1100:]]
+    first = text.index(b"\t [[") - len(prefix)  # where the second of two lines begins
+    halves = [text[:first], text[first:]]
+    for chunks, pause_s in (
+        ([text[:3], text[3:100], text[100:]], 0.0),
+        (halves, 0.05),
+        (slowly, 0.0005),
+    ):
         assert read(*chunks, is_quiet=True, pause_s=pause_s)[0] == kept
 
 

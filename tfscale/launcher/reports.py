@@ -229,10 +229,25 @@ _START = b"\x1e"
 # Launchers' prefixes of a line: "[1] " (MPICH), "1: " (srun), "[1,1]<stderr>:" (Open MPI).
 _PREFIX = rb"(?:\[\d+\] |\d+: |\[\d+,\d+\]<std\w+>: ?)?"
 _LINE = re.compile(_PREFIX + rb"\x1etfscale ([^\n]*)\n")
+# TensorFlow's message about an iterator that is left when Python has ended: after a stop in `fit`.
+_LEFT_ITERATOR = (
+    rb"(?:W\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: W )[\w./]+\.cc:\d+\] Error occurred when finalizing "
+    rb"GeneratorDataset iterator: FAILED_PRECONDITION: Python interpreter state is not initialized"
+)
+# Its first line, which the next chunk may continue.
+_CUT = re.compile(rb"^" + _PREFIX + _LEFT_ITERATOR + rb".*\n\Z", re.MULTILINE)
 # TensorFlow's start-up messages, printed for every TF_CPP_MIN_LOG_LEVEL: those below a warning, and
 # those about a missing GPU.
 _NOISE = re.compile(
-    rb"^" + _PREFIX + rb"(?:WARNING: All log messages before absl::InitializeLog\(\) is called"
+    rb"^"
+    + _PREFIX
+    + rb"(?:"
+    + _LEFT_ITERATOR
+    + rb".*\n"
+    + _PREFIX
+    + rb"\t \[\[\{\{node PyFunc\}\}\]\]|"
+    + _LEFT_ITERATOR
+    + rb"|WARNING: All log messages before absl::InitializeLog\(\) is called"
     rb"|To enable the following instructions: "
     rb"|(?:I\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: I )[\w./]+\.(?:cc|h):\d+\] "
     rb"|(?:E\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: E )[\w./]+\.(?:cc|h):\d+\] "
@@ -430,8 +445,7 @@ class ReportReader(threading.Thread):
             while True:
                 ready = poll.poll(_HELD_S if self._rest else None)
                 if not ready and _START not in self._rest:  # a prompt or a progress bar
-                    self._write(self._rest)
-                    self._rest = b""
+                    self._write_rest()
                 # Ends of processes first: the end of the source ends this loop.
                 for descriptor, _ in sorted(ready, key=lambda event: event[0] == self._source):
                     if descriptor != self._source:
@@ -445,7 +459,7 @@ class ReportReader(threading.Thread):
                     for new in set(self._beside) - before:
                         poll.register(new, select.EPOLLIN)
         finally:
-            self._write(self._rest)
+            self._write_rest()
             poll.close()
             for descriptor in (self._source, *self._beside):
                 os.close(descriptor)
@@ -456,8 +470,14 @@ class ReportReader(threading.Thread):
         is_held = self._is_quiet or _START in text[end:]
         if not is_held or len(text) - end > 2 * _MAX_BYTES:
             end = len(text)
+        elif self._is_quiet and (cut := _CUT.search(text[:end])):
+            end = cut.start()
         text, self._rest = _LINE.sub(self._take, text[:end]), text[end:]
         self._write(_NOISE.sub(b"", text) if self._is_quiet else text)
+
+    def _write_rest(self) -> None:
+        self._write(_NOISE.sub(b"", self._rest) if self._is_quiet else self._rest)
+        self._rest = b""
 
     def _take(self, found: re.Match[bytes]) -> bytes:
         message = _decode(found.group(1))
