@@ -308,6 +308,7 @@ def _outcome(code: int, launcher: _Launcher, stop: StopRequest) -> Outcome:
     if cut is not None:  # their own reports say no more than that they were killed
         reports = [r for r in reports if not (r.rank in cut and r.signal == signal.SIGKILL)]
         cut -= {report.rank for report in reports}
+        cut = cut if cut or not reports else None  # all have ended by themselves after all
     failure = first_failure(reports)
     if failure is None and stop.first is None:
         # Only some ranks got a signal and died of it, or a rank ended with the process beside it.
