@@ -11,10 +11,10 @@ from pathlib import Path
 
 from benchmarks.places import MEMORY, parse_place
 from benchmarks.provenance import ROOT
+from tfscale.comm.cores import count_cores
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     build_command,
-    count_cores,
     end_processes,
     find_mpi,
     new_job,

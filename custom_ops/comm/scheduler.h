@@ -95,6 +95,8 @@ class Scheduler {
   // Ends tasks that a peer will not join.
   void GiveUpHopeless();
   void GiveUp(Task& task, const Status& why);
+  // Tells the launcher why a collective failed: the program may catch the error and end well.
+  void ReportFailed(const Status& why);
   static Status StepFailedHere();
   bool is_stopping() const;
   std::optional<Status> WhyGivenUp(const Task& task);

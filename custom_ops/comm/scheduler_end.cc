@@ -169,6 +169,11 @@ void Scheduler::GiveUp(Task& task, const Status& why) {
   task.done(why);
 }
 
+void Scheduler::ReportFailed(const Status& why) {
+  // Nothing waits for collectives that are pending when this rank leaves.
+  if (why.code == StatusCode::kFailed && !is_leaving_) status_file_.WriteFailed(why.message);
+}
+
 Status Scheduler::StepFailedHere() { return Status::Failed("The step failed on this rank."); }
 
 // All ranks give this step up, with all collectives that some of them have not
@@ -207,6 +212,7 @@ void Scheduler::GiveUpHopeless() {
     Task task = std::move(*it);
     it = active_.erase(it);
     if (task.plan != kEager) queues_.at(task.plan)->OnFinished(task);
+    ReportFailed(*why);
     GiveUp(task, *why);
   }
   for (auto& [id, queue] : queues_) {
@@ -216,7 +222,10 @@ void Scheduler::GiveUpHopeless() {
       if (why) reasons.push_back(*why);
       return why.has_value();
     });
-    for (size_t i = 0; i < tasks.size(); ++i) GiveUp(tasks[i], reasons[i]);
+    for (size_t i = 0; i < tasks.size(); ++i) {
+      ReportFailed(reasons[i]);
+      GiveUp(tasks[i], reasons[i]);
+    }
   }
 }
 

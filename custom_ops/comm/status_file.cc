@@ -16,27 +16,27 @@ StatusFile::StatusFile(const char* path) {
   if (file < 0) return;
   struct stat status{};
   // Beyond its end a mapping must not be touched.
-  if (fstat(file, &status) == 0 &&
-      status.st_size >= static_cast<off_t>(kStateBytes + kPlaceBytes)) {
-    void* map =
-        mmap(nullptr, kStateBytes + kPlaceBytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (map != MAP_FAILED) {
-      map_ = map;
-      place_ = static_cast<char*>(map) + kStateBytes;
-    }
+  if (fstat(file, &status) == 0 && status.st_size >= static_cast<off_t>(kBytes)) {
+    void* map = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (map != MAP_FAILED) map_ = static_cast<char*>(map);
   }
   close(file);
 }
 
 StatusFile::~StatusFile() {
-  if (map_ != nullptr) munmap(map_, kStateBytes + kPlaceBytes);
+  if (map_ != nullptr) munmap(map_, kBytes);
 }
 
-void StatusFile::WritePlace(const std::string& text) {
-  if (place_ == nullptr) return;
-  const size_t length = std::min(text.size(), kPlaceBytes - 1);
-  std::memcpy(place_, text.data(), length);
-  std::memset(place_ + length, 0, kPlaceBytes - length);
+void StatusFile::WriteFailed(const std::string& text) {
+  constexpr size_t kOffset = kStateBytes + kPlaceBytes;
+  if (map_ != nullptr && map_[kOffset] == '\0') Write(kOffset, kFailedBytes, text);
+}
+
+void StatusFile::Write(size_t offset, size_t bytes, const std::string& text) {
+  if (map_ == nullptr) return;
+  const size_t length = std::min(text.size(), bytes - 1);
+  std::memcpy(map_ + offset, text.data(), length);
+  std::memset(map_ + offset + length, 0, bytes - length);
 }
 
 }  // namespace tfscale

@@ -19,17 +19,22 @@ class StatusFile {
   StatusFile(const StatusFile&) = delete;
   StatusFile& operator=(const StatusFile&) = delete;
 
-  bool is_open() const { return place_ != nullptr; }
+  bool is_open() const { return map_ != nullptr; }
   // Replaces the place; a text that is too long is cut.
-  void WritePlace(const std::string& text);
+  void WritePlace(const std::string& text) { Write(kStateBytes, kPlaceBytes, text); }
+  // Writes why a collective failed; the first text stays.
+  void WriteFailed(const std::string& text);
 
  private:
   // As in tfscale/comm/process.py.
   static constexpr size_t kStateBytes = 64;
   static constexpr size_t kPlaceBytes = 448;
+  static constexpr size_t kFailedBytes = 512;
+  static constexpr size_t kBytes = kStateBytes + kPlaceBytes + kFailedBytes;
 
-  void* map_ = nullptr;
-  char* place_ = nullptr;
+  void Write(size_t offset, size_t bytes, const std::string& text);
+
+  char* map_ = nullptr;
 };
 
 }  // namespace tfscale

@@ -231,3 +231,24 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path):
             time.sleep(pause_s)  # more than the limit: what is tested
         output = job.output_of_end(0)
     assert all(f"done {rank} ." in output for rank in range(2)), output
+
+
+CATCHES = """
+import tensorflow as tf
+import tfscale
+tfscale.init()
+if tfscale.rank() == 0:
+    try:
+        tfscale.allreduce(tf.ones(3))
+    except tfscale.ExchangeError:
+        print("caught", flush=True)
+"""
+
+
+def test_an_error_of_communication_that_the_program_catches_is_told(tmp_path):
+    with Job(tmp_path, CATCHES) as job:
+        output = job.output_of_end(0)
+    told = (
+        r"rank 0 on host \S+ ended well, but a collective failed there, .*: rank 1 has left the job"
+    )
+    assert "caught" in output and re.search(told, output.splitlines()[-1]), output

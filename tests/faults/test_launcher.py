@@ -70,6 +70,80 @@ def test_ranks_save_when_the_launcher_is_asked_to_end(tmp_path):
         require_one_signal(job)
 
 
+STAYS = """
+import os, signal, sys, time
+from tfscale.comm import process
+kind, rank = sys.argv[1], int(os.environ["PMI_RANK"])
+was_asked = False
+
+def on_term(*_):
+    global was_asked
+    was_asked = True
+
+signal.signal(signal.SIGTERM, on_term)
+process.write_state(process.JOINED)
+print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
+while not was_asked:
+    time.sleep(0.05)
+if kind == "saves" or rank == 0:
+    process.write_request(has_saved=True)  # as tfscale.callbacks.Checkpoint does
+process.write_state(process.FINISHED)
+if rank == 0:
+    sys.exit(75)
+time.sleep(100)  # longer than the test: as a program that copies its results away at its end
+"""
+
+
+# Seconds to end: enough for a busy machine to save, and for the launcher to notice it.
+@pytest.mark.parametrize(("kind", "grace_s", "code"), [("saves", 6, 75), ("fails to", 1, 143)])
+def test_a_rank_that_ends_too_slowly_is_named_and_what_all_have_saved_counts(
+    tmp_path, kind, grace_s, code
+):
+    with Job(tmp_path, STAYS, kind, options=(*RESTARTS, "--grace-s", str(grace_s))) as job:
+        pids, since = job.pids(), time.time()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(START_S) == code, job.output()
+        wait_for_end(pids, since + grace_s)
+    last = job.output().splitlines()[-1]
+    host = os.uname().nodename
+    assert f"{grace_s} s (--grace-s) after SIGTERM, still running: rank 1 on host {host}." in last
+    assert ("All ranks had saved before: exit code 75." in last) == (code == 75)
+
+
+# As tfscale.init, without TensorFlow and MPI: ranks that wait for others, of which none comes.
+WAITS = """
+import os, sys, time
+from tfscale.comm import process
+from tfscale.config import Settings
+kind, rank = sys.argv[1], int(os.environ["PMI_RANK"])
+print(f"READY {rank} {os.getpid()} {time.time()} .", flush=True)
+if kind == "absent" and rank == 1:
+    sys.exit()
+process.write_state(process.STARTING)
+with process.deadline_of_start(Settings(stall_shutdown_s=100 if kind == "absent" else 3), "init"):
+    time.sleep(60)  # longer than the test
+"""
+
+
+def test_a_rank_that_ends_before_init_is_named_at_once(tmp_path):
+    with Job(tmp_path, WAITS, "absent", options=RESTARTS) as job:
+        _, since = job.ready(1)
+        assert job.end(since) == 1
+    host = os.uname().nodename
+    assert job.last_lines()[-1] == (
+        f"tfscale: rank 1 on host {host} ended with exit status 0 without tfscale.init(), in which "
+        "other ranks wait for it."
+    )
+    assert "restart 1" not in job.output()
+
+
+def test_ranks_that_do_not_reach_each_other_are_no_cause(tmp_path):
+    with Job(tmp_path, WAITS, "unreachable") as job:
+        job.pids()
+        assert "all ranks called tfscale.init(), but did not reach" in job.output_of_end(1)
+    assert "did not reach each other" in job.output().splitlines()[-1]
+
+
 def test_launcher_killed_with_ranks_that_ignore_signals(tmp_path):
     with Job(tmp_path, PLAIN, "ignores SIGTERM") as job:
         pids, since = job.pids(), time.time()

@@ -11,7 +11,8 @@ import pytest
 
 from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
 from tfscale.launcher.mpi_command import JOB_VARIABLE, find_processes
-from tfscale.launcher.reports import Report, Start, encode
+from tfscale.launcher.reports import Change, Report, Start, encode
+from tfscale.launcher.restarting import may_restart
 
 
 def run(code):
@@ -75,6 +76,84 @@ def test_exit_status_of_ranks_that_left_together():
         assert outcome.exit_code == exit_code and outcome.is_orderly
 
 
+STARTS = (Start(0, "a", 1, 2), Start(1, "b", 2, 2))
+WELL = tuple(Report(rank, "a", 0, None, False, True) for rank in range(2))
+
+
+def test_what_the_launcher_says_does_not_count_once_all_ranks_have_ended_well():
+    outcome = run(says(*STARTS, *WELL) + "raise SystemExit(7)")
+    assert (outcome.exit_code, outcome.is_orderly, may_restart(outcome)) == (0, True, False)
+    assert "ended with exit code 7, which is ignored" in outcome.describe()
+    killed = run(says(*STARTS, *WELL) + "os.kill(os.getpid(), 9)")
+    assert (killed.exit_code, may_restart(killed)) == (0, False)
+    # The end of one rank is not known.
+    outcome = run(says(*STARTS, WELL[0]) + "raise SystemExit(7)")
+    assert (outcome.exit_code, may_restart(outcome)) == (7, True)
+
+
+def test_an_error_of_communication_that_a_program_has_caught_is_told():
+    caught = Report(0, "a", 0, None, False, True, failed="rank 1 has left the job.")
+    outcome = run(says(*STARTS, WELL[1], caught))
+    assert outcome.exit_code == 0
+    assert outcome.describe() == (
+        "tfscale: rank 0 on host a ended well, but a collective failed there, and the program "
+        "caught the error: rank 1 has left the job.\n"
+    )
+    # Where a rank has failed, that line would hide the cause.
+    failed = Report(1, "b", 3, None, True, True)
+    assert "caught the error" not in run(says(*STARTS, caught, failed)).describe()
+
+
+ENDED = Report(1, "b", 0, None, False, False)  # before tfscale.init
+CALLS = tuple(Change(rank, "starting") for rank in range(2))
+
+
+@pytest.mark.parametrize("messages", [(ENDED, CALLS[0]), (CALLS[0], ENDED)])
+@pytest.mark.parametrize("may_kill", [True, False])
+def test_a_rank_for_which_others_wait_in_init_is_named_at_once(messages, may_kill):
+    before = time.monotonic()
+    with StopRequest(10.0) as stop:
+        command = [sys.executable, "-c", says(*STARTS, *messages) + RUNS_ON]
+        outcome = run_attempt(command, os.environ, stop, may_kill=may_kill)
+    assert time.monotonic() - before < 30  # RUNS_ON would take a minute
+    assert (outcome.exit_code, may_restart(outcome)) == (1, False)
+    assert outcome.describe().endswith(
+        "tfscale: rank 1 on host b ended with exit status 0 without tfscale.init(), in which other "
+        "ranks wait for it.\n"
+    )
+
+
+def test_programs_without_init_may_end_when_they_like():
+    assert run(says(*STARTS, ENDED, Report(0, "a", 0, None, False, False))).exit_code == 0
+    # Of ranks that have joined, an earlier message is read late.
+    joined = Report(1, "b", 0, None, False, True)
+    assert run(says(*STARTS, joined, CALLS[0], WELL[0])).exit_code == 0
+
+
+def waited(*messages, pause_s=0.0):
+    """Return what is said last when rank 0 has waited in `tfscale.init` in vain."""
+    gave_up = Report(0, "a", 1, None, True, False, error="x\n", is_told=True, is_starting=True)
+    pause = f"time.sleep({pause_s})\n"
+    outcome = run(says(*STARTS, CALLS[0]) + pause + says(*messages, gave_up))
+    assert outcome.exit_code == 1
+    return outcome.describe().splitlines()[-1]
+
+
+def test_the_reason_why_ranks_wait_in_init_in_vain():
+    assert waited() == "tfscale: rank 1 on host b had not called tfscale.init() by then."
+    # The pause lets the reader tell apart the times of the calls, 2 s and almost none.
+    late = "tfscale: rank 1 on host b called tfscale.init() 2 s after the first."
+    assert waited(CALLS[1], pause_s=2.0) == late
+
+
+def test_hosts_that_cannot_reach_each_other_are_named():
+    gave_up = Report(0, "a", 1, None, True, False, error="x\n", is_told=True, is_starting=True)
+    # All have called it at about the same time, 2 s before the limit.
+    outcome = run(says(*STARTS, *CALLS) + "time.sleep(2)\n" + says(gave_up))
+    last = outcome.describe().splitlines()[-1]
+    assert "all ranks called tfscale.init(), but hosts a, b cannot reach each other." in last
+
+
 def test_a_rank_that_left_first_is_to_blame_whoever_noticed_it_before(capfd):
     told = Report(0, "a", 1, None, True, True, error="rank 1 has left\n", is_told=True)
     left = Report(1, "a", 5, None, True, True, has_left=True)
@@ -129,6 +208,50 @@ def test_a_job_has_succeeded_if_its_ranks_have_whatever_the_launcher_waits_for(c
     assert run(WAITS_FOR_A_HOST) == Outcome(0, is_orderly=True)
     said = capfd.readouterr().err
     assert "on another host. The job ends." in said and "ended now" not in said
+
+
+# Ranks that do not end at SIGTERM, which the launcher asks for as a user would, once or twice.
+STAYS = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range({n}):
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(0.2)  # two that come at once are one
+time.sleep(60)
+"""
+KEPT = tuple(Change(rank, "joined", has_saved=True) for rank in range(2))
+SAID = Report(0, "a", 75, None, False, True, was_asked=True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "code", "text"),
+    [
+        ((*KEPT, SAID), 75, "running: rank 1 on host b. All ranks had saved before: exit code 75."),
+        ((KEPT[1], SAID), 75, "All ranks had saved before"),
+        ((KEPT[1],), 143, "still running: rank 0 on host a, rank 1 on host b. Not all ranks had"),
+        ((SAID,), 143, "still running: rank 1 on host b. Not all ranks had reported a checkpoint"),
+        # A rank has chosen another exit status since.
+        ((*KEPT, Report(0, "a", 3, None, False, True)), 143, "still running: rank 1 on host b."),
+    ],
+)
+def test_ranks_that_are_killed_are_named_and_what_they_have_saved_counts(messages, code, text):
+    for n, when in ((1, "killed 0.7 s (--grace-s) after SIGTERM"), (300, "at the second signal")):
+        with StopRequest(0.7 if n == 1 else 60.0) as stop:
+            command = [sys.executable, "-c", says(*STARTS, *messages) + STAYS.format(n=n)]
+            outcome = run_attempt(command, os.environ, stop)
+        assert outcome.exit_code == code and not may_restart(outcome)
+        last = outcome.describe().splitlines()[-1]
+        assert text in last and when in last, last
+
+
+def test_a_rank_that_a_signal_ends_after_all_have_saved_is_no_reason_to_begin_again():
+    killed = Report(1, "b", None, 11, True, True, has_saved=True)
+    outcome = run(says(*STARTS, *KEPT, SAID, killed))
+    assert (outcome.exit_code, may_restart(outcome)) == (75, False)
+    assert "rank 1 on host b was killed by signal 11 (SIGSEGV)" in outcome.describe()
+    assert run(says(*STARTS, KEPT[0], killed)).exit_code == 75
+    unsaved = Report(1, "b", None, 11, True, True)
+    assert run(says(*STARTS, SAID, unsaved)).exit_code == 128 + 11
 
 
 # As srun, which ends its ranks at SIGTERM; it also asks for the end of the job, as a user would.

@@ -72,13 +72,14 @@ def test_transports_listen_on_the_loopback_interface_where_all_ranks_share_a_hos
 def test_run_prints_the_command_without_values_of_variables(launcher, capsys, monkeypatch):
     monkeypatch.setattr(cli.Job, "run", lambda self: 3)
     words = ["-np", "2", *launcher, "--env", "KEY=secret=1", "--env", "N=2", "python", "t.py"]
-    assert cli.main(["run", *words]) == 3
+    assert cli.main(["run", "--verbose", *words]) == 3
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("tfscale: env ") and err.endswith(" -- python t.py\n")
     assert "secret" not in err and " KEY=... N=... TFSCALE_RESTART=0 " in err
-    assert cli.main(["run", "--quiet", *words]) == 3
-    assert capsys.readouterr().err == ""
-    assert cli.main(["run", "--dry-run", *words]) == 0
+    for options in (["--quiet"], ["--quiet", "--verbose"], []):
+        assert cli.main(["run", *options, *words]) == 3
+        assert capsys.readouterr().err == ""
+    assert cli.main(["run", "--verbose", "--dry-run", *words]) == 0
     assert capsys.readouterr().out.strip() == err.removeprefix("tfscale: ").strip()
 
 
@@ -258,3 +259,23 @@ def test_doctor_of_a_healthy_machine(capsys):
     for name in ("tensorflow", "keras", "mpi", "library", "self test"):
         assert checks[name]["status"] == "ok", checks[name]
     assert checks["self test"]["detail"] == "2 ranks: allreduce is right"
+
+
+def test_doctor_names_files_of_ended_jobs_and_no_others(monkeypatch):
+    left = [("/dev/shm/mpich_shm_a", 2**20)]
+    for files, free, status, remedy in (
+        (left, 2**30, "warning", "rm /dev/shm/mpich_shm_a"),
+        (left, 2**20, "warning", "rm /dev/shm/mpich_shm_a, or give the container more"),
+        ([], 2**20, "warning", "end jobs that use it, or give the container more"),
+        ([], 2**30, "ok", ""),
+    ):
+        monkeypatch.setattr(doctor.mpi_files, "find_left", lambda files=files: files)
+        monkeypatch.setattr(doctor.mpi_files, "free_bytes", lambda free=free: free)
+        check = doctor.check_shared_memory()
+        assert check.status == status and check.remedy.startswith(remedy)
+
+
+def test_doctor_shows_a_quota(monkeypatch):
+    monkeypatch.setattr(doctor, "count_cores", lambda: 0)  # less than any machine has
+    monkeypatch.setattr(doctor, "find_quota", lambda: 2.5)
+    assert "cores, by a CPU quota of 2.5; each" in doctor.check_threads({}).detail

@@ -350,7 +350,7 @@ def test_the_doctor_tells_the_library_and_the_cache(places, compiled):
     put(places[1] / "0123", sources="", mpicxx="mpicxx", compiler="g++ 12")
     check = doctor.check_cache()
     assert check.status == "info" and check.detail.startswith(f"{places[1]}: 2 compiled")
-    stale = [text for text in check.detail.splitlines() if text.endswith("rm -r it")]
+    stale = [text for text in check.detail.splitlines() if text.endswith("is not on this host")]
     assert len(stale) == 1 and "0123" in stale[0]
     put(places[0])
     assert doctor.check_library(MPI).detail.startswith(f"in the package: {places[0]}")

@@ -1,5 +1,9 @@
 """The build's messages, and what it builds again."""
 
+import io
+import re
+import sys
+
 import pytest
 
 from tfscale.comm import native
@@ -74,6 +78,30 @@ def test_a_failing_compiler_shows_its_message(tmp_path):
     source.write_text("int main() { return undeclared; }")
     with pytest.raises(native.BuildError, match="undeclared"):
         native.compile_objects([native.Source(source, [])], tmp_path / "objects", "g++")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_names_each_file_on_a_terminal_and_is_plain_in_a_log(tmp_path, monkeypatch):
+    sources = [native.Source(tmp_path / f"{name}.cc", []) for name in ("first", "second")]
+    for source in sources:
+        source.path.write_text("int x;\n")
+    for kind in (Terminal, io.StringIO):
+        shown = kind()
+        monkeypatch.setattr(sys, "stderr", shown)
+        native.compile_objects(sources, tmp_path / kind.__name__, "g++")
+        text = shown.getvalue()
+        if kind is io.StringIO:
+            assert text == "".join(f"Compiling C++: {n} of 2 files\n" for n in (1, 2))
+            continue
+        assert all(
+            re.search(rf"[01] of 2 files: .*{name}\.cc", text) for name in ("first", "second")
+        )
+        assert text.endswith("2 of 2 files\n") and text.count("\n") == 1
+        assert all(len(line) < 80 for line in text.split("\r"))
 
 
 def test_only_what_changed_is_compiled(tmp_path):

@@ -19,6 +19,7 @@ from tfscale.comm.process import (
     LEAVING,
     LEFT,
     RAISED,
+    STARTING,
     TOLD,
     WAITING,
     Launch,
@@ -85,7 +86,14 @@ STARTUP = (
     b"E0000 00:00:1795356081.085340    6027 cuda_platform.cc:52] failed call to cuInit: INTERNAL\n"
     b"2026-11-22 13:54:08.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations\n"
 )
+# Two lines: an iterator that a stop within `fit` has left.
+LEFT_ITERATOR = (
+    b"W0000 00:00:1795868800.125669    9850 generator_dataset_op.cc:108] Error occurred when "
+    b"finalizing GeneratorDataset iterator: FAILED_PRECONDITION: Python interpreter state is not "
+    b"initialized. The process may be terminated.\n\t [[{{node PyFunc}}]]\n"
+)
 SAID = (
+    b"\t [[{{node PyFunc}}]]\n"
     b"W0000 00:00:1795356069.251987    6027 op.cc:153] slow\n"
     b"E0000 00:00:1795356081.085340    6027 conv.cc:52] failed\n"
     b"I1122 13:54:08.123456 140234 train.py:12] step 7\n"
@@ -96,12 +104,19 @@ SAID = (
 @pytest.mark.parametrize("prefix", [b"", b"[1] ", b"1: "])
 def test_what_tensorflow_says_at_its_start_is_left_out(prefix, monkeypatch):
     monkeypatch.setattr("tfscale.launcher.reports._HELD_S", 60.0)
-    lines = [prefix + line for line in (STARTUP + SAID).splitlines(keepends=True)]
-    text, kept = (b"".join(own) for own in (lines, lines[len(STARTUP.splitlines()) :]))
+    lines = [prefix + line for line in (STARTUP + LEFT_ITERATOR + SAID).splitlines(keepends=True)]
+    n_left_out = len((STARTUP + LEFT_ITERATOR).splitlines())
+    text, kept = (b"".join(own) for own in (lines, lines[n_left_out:]))
     assert read(text, is_quiet=True)[0] == kept
     assert read(text)[0] == text
-    slowly = [text[i : i + 1] for i in range(700)] + [text[700:]]
-    for chunks, pause_s in ([text[:3], text[3:100], text[100:]], 0.0), (slowly, 0.0005):
+    slowly = [text[i : i + 1] for i in range(1100)] + [text[1100:]]
+    first = text.index(b"\t [[") - len(prefix)  # where the second of two lines begins
+    halves = [text[:first], text[first:]]
+    for chunks, pause_s in (
+        ([text[:3], text[3:100], text[100:]], 0.0),
+        (halves, 0.05),
+        (slowly, 0.0005),
+    ):
         assert read(*chunks, is_quiet=True, pause_s=pause_s)[0] == kept
 
 
@@ -159,6 +174,7 @@ def wait_until(is_true):
     ("state", "was_stopped", "failures", "others"),
     [
         ("", False, [3, -9], [0]),
+        (STARTING, False, [0, 3, -9], []),
         (JOINED, False, [0, 3, 75, -9], []),
         (FINISHED, False, [], [0, 3, 75]),
         (ALONE, False, [], [0, 3, -9]),
@@ -177,7 +193,8 @@ def test_which_ends_are_failures(state, was_stopped, failures, others):
         assert report.is_failure == (code in failures) and report.rank == 2
         assert bool(report.exit_code) == (code != 0 or code in failures)
         assert report.has_left == (state == LEFT) and report.is_told == (state in (WAITING, TOLD))
-        assert report.has_joined == (state not in ("", WAITING, ALONE))
+        assert report.has_joined == (state not in ("", STARTING, WAITING, ALONE))
+        assert report.is_starting == (state in (STARTING, WAITING))
 
 
 def test_75_needs_a_request():
@@ -187,6 +204,12 @@ def test_75_needs_a_request():
         for was_asked in (True, False):
             report = report_end(LAUNCH, 75, RankStatus(state, was_asked=was_asked), not was_asked)
             assert report.exit_code == 75 and not report.is_failure
+
+
+def test_where_a_rank_failed_that_has_not_joined():
+    for state, where in (("", "before"), (STARTING, "in"), (WAITING, "in"), (ALONE, "before")):
+        text = report_end(LAUNCH, 3, RankStatus(state), False).describe()
+        assert f"failed with exit status 3, {where} tfscale.init().\n" in text
 
 
 def test_each_traceback_is_shown_once_and_that_of_the_failure_last():
@@ -259,9 +282,18 @@ def trained(*texts):
 
 def test_closing_lines_say_what_to_try_next():
     assert trained("", "") == ""  # trained nothing
-    text = trained("0.30 1500000 allreduce", "0.10 1500000 allreduce")
+    text = trained("0.30 1500000 allreduce 0", "0.10 1500000 allreduce 0")
     assert "20 % of the last steps was waiting" in text and "a step exchanges 1.5 MB" in text
     assert "--exchange auto" in text and "more ranks" not in text
-    assert "--exchange auto" not in trained("0.30 1500000 mixed", "")
-    assert "a step exchanges 102 MB" in trained("0.30 102400000 allreduce", "")
-    assert "try next: more ranks" in trained("0.04 1500000 allreduce", "0.01 1500000 allreduce")
+    assert "--exchange auto" not in trained("0.30 1500000 mixed 0", "")
+    assert "a step exchanges 102 MB" in trained("0.30 102400000 allreduce 0", "")
+    little = ("0.04 1500000 allreduce 0", "0.01 1500000 allreduce 0")
+    assert "try next: more ranks (" in trained(*little)
+    # What is sent is so little that another way to send it would change nothing.
+    text = trained("0.30 40000 allreduce 0", "")
+    assert "exchanges 0.04 MB" in text and "larger batches or fewer ranks" in text
+    assert "exchange=" not in text and "bf16" not in text
+    # On one of the hosts ranks outnumber cores.
+    text = trained("0.30 1500000 allreduce 0", "0.30 1500000 allreduce 1")
+    assert "next: fewer ranks" in text and "bf16" not in text and "larger batches" not in text
+    assert "next: no more ranks" in trained("0.01 1500000 allreduce 1", "")

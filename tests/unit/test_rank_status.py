@@ -41,14 +41,15 @@ def test_a_dead_process_is_read(status):
 def test_states_replace_each_other_and_leave_other_texts_as_they_are(status):
     process.write_state(process.JOINED)
     preemption.request_save_and_stop()
+    assert process.read(status).was_asked and not process.read(status).has_saved
     preemption.forget_request()
     process.write_training(0.25, 3e6, "allreduce")
     process.write_training(0.5, 1e6, "auto")
     process.write_error("x" * 100_000 + "why\n")
     process.write_state(process.FINISHED)
     found = process.read(status)
-    assert found.was_asked
-    assert (found.state, found.training) == (process.FINISHED, "0.5000 1000000 auto")
+    assert found.was_asked and found.has_saved
+    assert (found.state, found.training) == (process.FINISHED, "0.5000 1000000 auto 0")
     assert found.error.endswith("xwhy\n")  # long ones keep their end
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.launching import launch_script, run_in_folder
 from tfscale.comm import library
-from tfscale.launcher import cli, mpi_command
+from tfscale.launcher import cli, mpi_command, reports
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]
@@ -64,6 +64,15 @@ def test_the_example_prints_the_same_losses_on_every_number_of_ranks(monkeypatch
         printed.append(re.findall(r"(\w+: [\d.e+-]+)(?= |$)", result.output, re.MULTILINE))
     assert len(printed[0]) == 3 * 4  # accuracy and loss, of training and validation
     assert printed[0] == printed[1] == printed[2]
+
+
+def test_the_last_lines_that_the_readme_shows_are_those_of_a_job():
+    (shown,) = blocks(ROOT / "README.md", "text")
+    percent = re.search(r"(\d+) % of the last steps", shown)[1]
+    n_bytes = 4 * (21 * 32 + 33 * 2)  # parameters of the example, in float32
+    training = f"{int(percent) / 100} {n_bytes} allreduce 0"
+    report = reports.Report(0, "a", 0, None, False, True, training=training)
+    assert shown.endswith(reports.describe_training([report]))
 
 
 def command_lines(document: Path) -> list[str]:

@@ -52,3 +52,11 @@ def test_every_name_is_there():
     found = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     inside = (tfscale.callbacks, tfscale.data, tfscale.optimizers, tfscale.testing)
     assert sorted(found) == sorted([*tfscale.__all__, *(n for m in inside for n in m.__all__)])
+
+
+def test_the_site_can_be_searched_without_a_server_and_the_internet():
+    text = (DOCS.parent / "mkdocs.yml").read_text()
+    assert re.search(r"^plugins:\n(  - .*\n)*  - offline\b", text, re.MULTILINE)
+    # The plugin adds a script of another server unless one of this name is there.
+    (script,) = re.findall(r"^  polyfills: \[(\S*iframe-worker\S*)\]", text, re.MULTILINE)
+    assert (DOCS / "site" / script).is_file()

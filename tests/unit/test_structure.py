@@ -15,8 +15,8 @@ from tests.helpers.sources import CPP, LIBRARY, ROOT, imported_names, parse, rel
 FRAMEWORKS = ("tensorflow", "keras", "mpi4py")
 # Rooms and modules that start without TensorFlow, Keras and MPI, and are tested without them.
 PURE = """
-    config files plan launcher comm/chrome comm/library comm/mpi_files comm/native comm/process
-    comm/stamps checkpoints/files checkpoints/preemption data/slices measure/analysis
+    config files plan launcher comm/chrome comm/cores comm/library comm/mpi_files comm/native
+    comm/process comm/stamps checkpoints/files checkpoints/preemption data/slices measure/analysis
     measure/compression measure/groups measure/growth measure/provenance measure/report
     measure/theta transparent/__main__ launcher/tune/__init__ testing
     """

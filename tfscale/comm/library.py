@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfscale.comm.cores import count_cores
 from tfscale.comm.native import (
     LIBRARY_NAME,
     PACKAGE,
@@ -190,8 +191,7 @@ def _compile_once(stamp: Mapping[str, str], who: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     _require_own(folder)
     target = folder / key_of(stamp)
-    n_cores = len(os.sched_getaffinity(0))
-    duration = f"about {max(_COMPILE_LEAST_S, _COMPILE_ONE_CORE_S // n_cores)} s"
+    duration = f"about {max(_COMPILE_LEAST_S, _COMPILE_ONE_CORE_S // count_cores())} s"
     with _locked(folder / "lock", who, duration) as is_locked:
         names = os.listdir(folder)  # NFS then shows what other hosts have made, too
         if read_stamp(target) is None:

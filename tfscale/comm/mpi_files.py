@@ -9,24 +9,29 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 # Queues between the ranks of a host: for each rank 64 cells of 16 KiB, and their headers.
 BYTES_PER_RANK = 1_060_000
-_NAMES = re.compile(r"/dev/shm/mpich_(?:shm|vci)_\w+|/tmp/hydra_hwloc_xmlfile_\w+")
+_TOPOLOGIES = Path("/tmp")
+_NAMES = re.compile(r"mpich_(?:shm|vci)_\w+|hydra_hwloc_xmlfile_\w+")
+_PATHS = re.compile(r"/dev/shm/mpich_(?:shm|vci)_\w+|/tmp/hydra_hwloc_xmlfile_\w+")
+# By which the clock may have been set while a process runs.
+_CLOCK_S = 60.0
 
 
 def _uses(pid: int) -> set[str]:
     """Return the files of MPICH that a process has mapped or open; none of other users'."""
     found: set[str] = set()
     with contextlib.suppress(OSError):
-        found |= set(_NAMES.findall(Path(f"/proc/{pid}/maps").read_text()))
+        found |= set(_PATHS.findall(Path(f"/proc/{pid}/maps").read_text()))
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                found |= set(_NAMES.findall(os.readlink(entry.path)))
+                found |= set(_PATHS.findall(os.readlink(entry.path)))
     return found
 
 
@@ -44,15 +49,37 @@ def remove(paths: Iterable[str]) -> None:
 
 
 def find_left() -> list[tuple[str, int]]:
-    """Return (path, bytes) of this user's files that no process on this host uses, by name."""
-    used = used_by(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    """Return (path, bytes) of the files that ended jobs of this user have left, by name.
+
+    A job that starts opens its topology again and again: while a process of mpiexec runs, files
+    that are younger than it may be in use. Processes of other containers are not visible here.
+    """
+    # The files first: those of a job that starts after this line are not among them.
+    paths = (*SHARED_MEMORY.glob("mpich_*"), *_TOPOLOGIES.glob("hydra_hwloc_xmlfile_*"))
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    used = used_by(pids)
+    oldest = min(filter(None, map(_start_of_mpiexec, pids)), default=float("inf"))
     left = []
-    for path in (*SHARED_MEMORY.glob("mpich_*"), *Path("/tmp").glob("hydra_hwloc_xmlfile_*")):
+    for path in paths:
         with contextlib.suppress(OSError):
             status = path.lstat()
-            if status.st_uid == os.geteuid() and _NAMES.fullmatch(str(path)):
-                left += [(str(path), status.st_blocks * 512)] if str(path) not in used else []
+            is_ours = status.st_uid == os.geteuid() and bool(_NAMES.fullmatch(path.name))
+            may_start = path.parent == _TOPOLOGIES and status.st_mtime >= oldest - _CLOCK_S
+            if is_ours and not may_start and str(path) not in used:
+                left.append((str(path), status.st_blocks * 512))
     return sorted(left)
+
+
+def _start_of_mpiexec(pid: int) -> float | None:
+    """Return when a process of mpiexec was started, in s since the epoch; None for others."""
+    with contextlib.suppress(OSError, ValueError):
+        # The name before it, in brackets, may hold spaces.
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        is_ours = os.stat(f"/proc/{pid}").st_uid == os.geteuid()
+        if is_ours and re.search(r"\((hydra_|mpiexec)", name):
+            uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+            return time.time() - uptime_s + int(rest.split()[19]) / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 def free_bytes() -> int:

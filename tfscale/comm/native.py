@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -12,11 +11,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tfscale.comm.cores import count_cores
 from tfscale.config import ExchangeError
 from tfscale.files import read_json, sha256, sync_folder, write_atomically
 
@@ -260,29 +261,55 @@ def compile_objects(sources: Sequence[Source], build_dir: Path, compiler: str) -
         key = f"{shlex.join(command)}\n{source.versions}"
         if not _is_current(target, key):
             outdated.append((source.path, target, command, key))
-    numbers = itertools.count(1)
+    progress = _Progress(len(outdated))
 
     def compile_one(source: Path, target: Path, command: list[str], key: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Before the object: a compiler that is killed may leave a part of it.
         target.with_suffix(".cmd").unlink(missing_ok=True)
+        progress.begin(source.name)
         run_quietly(command, f"Compiling {source.name}")
         target.with_suffix(".cmd").write_text(key)
-        _show_progress(next(numbers), len(outdated))
+        progress.end(source.name)
 
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(max_workers=count_cores()) as pool:
         list(pool.map(lambda words: compile_one(*words), outdated))
     return objects
 
 
-def _show_progress(n_done: int, n_files: int) -> None:
-    """Show the progress of compiling: one changing line on a terminal, a few lines elsewhere."""
-    text = f"Compiling C++: {n_done} of {n_files} files"
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{text}" + ("\n" if n_done == n_files else ""))
-    elif n_done == n_files or n_done % 10 == 1:
-        sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+class _Progress:
+    """The progress of compiling: on a terminal a line with each file, elsewhere a few lines."""
+
+    def __init__(self, n_files: int) -> None:
+        self._n_files, self._n_done = n_files, 0
+        self._names: list[str] = []  # of files that are being compiled
+        self._lock = threading.Lock()
+
+    def begin(self, name: str) -> None:
+        with self._lock:
+            self._names.append(name)
+            if sys.stderr.isatty():
+                self._show_line()
+
+    def end(self, name: str) -> None:
+        with self._lock:
+            self._names.remove(name)
+            self._n_done += 1
+            if sys.stderr.isatty():
+                self._show_line()
+            elif self._n_done == self._n_files or self._n_done % 10 == 1:
+                sys.stderr.write(f"{self._text()}\n")
+                sys.stderr.flush()
+
+    def _text(self) -> str:
+        return f"Compiling C++: {self._n_done} of {self._n_files} files"
+
+    def _show_line(self) -> None:
+        text = f"{self._text()}: {', '.join(self._names)}" if self._names else self._text()
+        width = shutil.get_terminal_size().columns - 1  # a longer line would be two
+        clear, end = "\r\x1b[K", "\n" if self._n_done == self._n_files else ""
+        sys.stderr.write(f"{clear}{text[:width]}{end}")
+        sys.stderr.flush()
 
 
 def common_flags(sources: Path) -> list[str]:

@@ -110,7 +110,8 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-# States of a rank; "" until tfscale.init has returned.
+# States of a rank; "" until it calls tfscale.init.
+STARTING = "starting"  # in tfscale.init, which waits for all ranks of the launcher
 WAITING = "waiting"  # init gave up waiting for the other ranks
 ALONE = "alone"  # a job of its own, whose end concerns no other rank
 JOINED = "joined"  # the other ranks need this one
@@ -120,13 +121,16 @@ TOLD = "told"  # it ends because communication failed; another rank may be the c
 FINISHED = "finished"  # all ranks have left the job together
 RAISED = "raised"  # as FINISHED, but this rank left while an exception was being handled
 
-# Layout of the file; custom_ops/comm/status_file.h writes the place (the last collective).
+# Layout of the file; custom_ops/comm/status_file.h writes the place (the last collective), and the
+# reason why a collective failed.
 _STATE_BYTES = 32
 _REQUEST_BYTES = 32
 _PLACE_BYTES = 448
+_FAILED_BYTES = 512
 _TRAINING_BYTES = 128
 _PLACE = _STATE_BYTES + _REQUEST_BYTES
-_TRAINING = _PLACE + _PLACE_BYTES
+_FAILED = _PLACE + _PLACE_BYTES
+_TRAINING = _FAILED + _FAILED_BYTES
 _ERROR = _TRAINING + _TRAINING_BYTES
 _ERROR_BYTES = 1 << 16
 
@@ -141,6 +145,8 @@ class RankStatus:
     # The rank was asked to save and stop, or did so with all others: exit code 75 is genuine.
     was_asked: bool = False
     training: str = ""  # numbers of its last `fit`, see `write_training`
+    has_saved: bool = False  # it has done as asked, and only has to end
+    failed: str = ""  # why a collective failed; the program may have caught that error
 
 
 def create() -> int:
@@ -161,12 +167,15 @@ def read(descriptor: int) -> RankStatus:
     def text(n_bytes: int, offset: int) -> str:
         return os.pread(descriptor, n_bytes, offset).partition(b"\0")[0].decode(errors="replace")
 
+    request = text(_REQUEST_BYTES, _STATE_BYTES)
     return RankStatus(
         text(_STATE_BYTES, 0),
         text(_PLACE_BYTES, _PLACE),
         text(_ERROR_BYTES, _ERROR),
-        bool(text(_REQUEST_BYTES, _STATE_BYTES)),
+        bool(request),
         text(_TRAINING_BYTES, _TRAINING),
+        request == _SAVED,
+        text(_FAILED_BYTES, _FAILED),
     )
 
 
@@ -184,20 +193,29 @@ def write_state(state: str) -> None:
     _write(state.encode().ljust(_STATE_BYTES, b"\0"), 0)
 
 
-def write_request() -> None:
-    """Record that this rank was asked to save and stop, so that its exit code 75 is genuine."""
-    _write(b"asked", _STATE_BYTES)
+_SAVED = "saved"
 
 
-def write_training(waiting: float, step_bytes: float, exchange: str) -> None:
+def write_request(has_saved: bool = False) -> None:
+    """Record that this rank was asked to save and stop, so that its exit code 75 is genuine.
+
+    `has_saved` says that it has done so, with all others, and only has to end.
+    """
+    _write((_SAVED if has_saved else "asked").encode(), _STATE_BYTES)
+
+
+def write_training(
+    waiting: float, step_bytes: float, exchange: str, is_crowded: bool = False
+) -> None:
     """Record a `fit` for the closing lines of `tfscale run`.
 
     Args:
         waiting: Share of the time of steps in which the rank waited for communication, in [0, 1].
         step_bytes: Bytes that a step exchanges.
         exchange: Name of the strategy, without spaces.
+        is_crowded: Whether more ranks than cores share this host.
     """
-    text = f"{waiting:.4f} {step_bytes:.0f} {exchange}"
+    text = f"{waiting:.4f} {step_bytes:.0f} {exchange} {int(is_crowded)}"
     _write(text.encode()[:_TRAINING_BYTES].ljust(_TRAINING_BYTES, b"\0"), _TRAINING)
 
 

@@ -17,6 +17,7 @@ from tfscale.comm import mpi_files, objects, process, runtime, timeline
 from tfscale.comm.backends.base import Backend, SingleBackend
 from tfscale.comm.backends.engine import EngineBackend, load
 from tfscale.comm.backends.horovod import HorovodBackend, is_installed, load_horovod
+from tfscale.comm.cores import count_cores, share_of_cores
 from tfscale.comm.process import Launch, deadline_of_start, discover, end_job_on_error
 from tfscale.comm.software import require_equal, versions
 from tfscale.comm.warnings import watch_first_fit
@@ -225,17 +226,23 @@ def start(name: str, settings: config.Settings, comm: Any) -> Backend:
     backend: Backend
     if name == "engine":
         load()  # may take minutes at the first use: compiling is no wait for other ranks
+    if comm is None:  # all ranks of the launcher must come here
+        process.write_state(process.STARTING)
     with deadline_of_start(settings, "tfscale.init()"):
         if name == "horovod":
             backend = HorovodBackend(settings, comm)
-            n_cores = len(os.sched_getaffinity(0)) // backend.local_size  # taken to be unbound
+            unbound = len(os.sched_getaffinity(0)) // backend.local_size
+            n_cores = share_of_cores(unbound, backend.local_size)
         else:
             _require_shared_memory(discover(config.environment()))
             backend = EngineBackend(settings, _fortran_handle(comm))
             n_cores = backend.n_cores
             # All ranks have opened the files: removed now, none is left if the job is killed.
             mpi_files.remove(mpi_files.used_by([os.getpid()]))
-    if settings.set_threads and backend.local_size > 1:
+    # TensorFlow's own numbers are those of the affinity, without regard to a quota.
+    if settings.set_threads and (
+        backend.local_size > 1 or count_cores() < len(os.sched_getaffinity(0))
+    ):
         _limit_threads(n_cores)
     _take_own_gpu(backend)
     if tf.config.threading.get_inter_op_parallelism_threads() == 1:

