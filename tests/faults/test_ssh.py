@@ -1,4 +1,4 @@
-"""Hosts behind a real ssh: two addresses of this machine, with a server on a port of its own."""
+"""Hosts that a real ssh reaches: two addresses of this machine, with a server of the test."""
 
 import os
 import pwd

@@ -60,7 +60,7 @@ def _ask(
     """
 
     def ask(host: str) -> str:
-        # Nobody could type a password: mpiexec has no terminal.
+        # A password could not be typed: mpiexec has no terminal.
         options = ["-oBatchMode=yes", f"-oConnectTimeout={max(1, round(timeout_s))}"]
         attempt = f"Try: {_TRY.format(host=host)}"
         try:
