@@ -84,6 +84,8 @@ class Settings:
             several ranks share a host.
         save_timeout_s: TFSCALE_SAVE_TIMEOUT_S. Seconds for which a rank that saves sharded state
             waits for the others to join.
+        start_s: TFSCALE_START_S. Seconds without a sign of a host after which `tfscale run` names
+            it; after five times as long the job ends.
         timeline: TFSCALE_TIMELINE. Folder for a timeline of the whole job; "" for none.
     """
 
@@ -98,6 +100,7 @@ class Settings:
     ranks_per_host: int = 0
     set_threads: bool = True
     save_timeout_s: float = 10.0
+    start_s: float = 60.0
     timeline: str = ""
 
     def __post_init__(self) -> None:
@@ -110,6 +113,7 @@ class Settings:
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),
             ("save_timeout_s", 0.01, float("inf")),
+            ("start_s", 0.01, float("inf")),
             ("chunk_bytes", 64, 2**30),
             ("window_bytes", 1, 2**50),
             ("host_memory", 0, 2**50),
@@ -154,10 +158,10 @@ def _parse(name: str, text: str, kind: type) -> object:
         raise ConfigError(f"{name} must be a {word}. Received: {name}={text!r}.") from error
 
 
-def sets_threads(environ: Mapping[str, str]) -> bool:
-    """Return `Settings.set_threads` of an environment, for launchers."""
-    name = variable_name("set_threads")
-    return bool(_parse(name, environ.get(name) or "1", bool))
+def setting(field: str, environ: Mapping[str, str]) -> Any:
+    """Return a field of `Settings` of an environment, for launchers."""
+    name = variable_name(field)
+    return getattr(parse_settings({name: environ.get(name, "")}), field)
 
 
 @functools.cache

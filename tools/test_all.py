@@ -31,6 +31,7 @@ OF_SOURCES = ("test_structure", "test_house", "test_error_texts", "test_packagin
 SLACK = 1.4
 PARALLEL = "tests/parallel/test_parallel.py"
 LAYOUTS = "tests/parallel/test_layouts.py"
+SLURM = "tests/faults/test_slurm.py"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ UNITS = (
     Unit("users' scripts", 10.0, ("tests/scripts",)),
     Unit("jobs", 7.5, ("tests/parallel", f"--ignore={PARALLEL}", f"--ignore={LAYOUTS}")),
     Unit("layouts of hosts", 6.0, (LAYOUTS,)),
-    Unit("faults", 11.0, ("tests/faults",)),
+    Unit("faults", 11.0, ("tests/faults", f"--ignore={SLURM}")),
+    Unit("Slurm", 2.5, (SLURM,)),
     Unit("emulated cluster", 3.0, ("tests/cluster",)),
     Unit("Horovod's contract", 6.0, ("tests/horovod_contract",)),
 )

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses, wait_for_end
+from tests.helpers.launching import job_words
 
 pytestmark = pytest.mark.timeout(START_S)
 RESTARTS = ("--restarts", "3")
@@ -301,3 +304,62 @@ def test_ranks_save_under_slurm(tmp_path, sent):
         else:
             job.process.send_signal(signal.Signals[sent])
         require_one_signal(job)
+
+
+LOOP = """
+while read name; do
+  "{python}" -m tfscale.launcher.cli run --quiet -np 2 -- "{python}" -c \\
+    "import sys; print('$name', repr(sys.stdin.read()))" || exit 1
+done
+"""
+
+
+def test_a_loop_of_a_shell_keeps_its_input(tmp_path):
+    """And no rank waits for input: each reads to the end."""
+    loop = ["sh", "-c", LOOP.format(python=sys.executable)]
+    done = subprocess.run(loop, input="a\nb\n", capture_output=True, text=True, timeout=START_S)
+    assert sorted(done.stdout.split()) == sorted(["a", "''", "a", "''", "b", "''", "b", "''"]), (
+        done.stderr
+    )
+
+
+def test_rank_0_reads_the_input_if_that_is_wanted():
+    script = "import os, sys; print(os.environ['PMI_RANK'], repr(sys.stdin.read()))"
+    words = job_words(["-np", "2", "--stdin"], [sys.executable, "-c", script])
+    done = subprocess.run(words, input="x\n", capture_output=True, text=True, timeout=START_S)
+    assert sorted(done.stdout.splitlines()) == ["0 'x\\n'", "1 ''"], done.stderr
+    # The descriptor 0 is another file, if any, where the caller's input is closed.
+    words = ["sh", "-c", f"exec {shlex.join(words)} <&-"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=START_S)
+    assert sorted(done.stdout.splitlines()) == ["0 ''", "1 ''"], done.stderr
+
+
+def test_old_variables_of_slurm_do_not_choose_the_launcher(tmp_path):
+    """Without srun mpiexec would wait for ever for it."""
+    stale = {"SLURM_JOB_ID": "1", "SLURM_NODELIST": "gone[1-2]", "SLURM_JOB_NODELIST": "gone[1-2]"}
+    stale |= {"SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    with Job(tmp_path, "import os; print('rank', os.environ['PMI_RANK'])", environ=stale) as job:
+        output = job.output_of_end(0)
+    assert "rank 0\n" in output and "rank 1\n" in output
+    assert "Slurm has given this job 2 nodes, and without --slurm" in output
+
+
+# As an ssh that answers a test, and never starts MPI's helper.
+HANGING_SSH = """#!/bin/sh
+case "$*" in *rank_process*) exit 0;; esac
+exec sleep 100
+"""
+
+
+def test_a_host_on_which_no_rank_starts_ends_the_job(tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(HANGING_SSH)
+    ssh.chmod(0o755)
+    environ = {"HYDRA_LAUNCHER_EXEC": str(ssh), "TFSCALE_START_S": "0.5"}
+    options = ("-H", "localhost:1,127.0.0.9:1")
+    with Job(tmp_path, "import time; time.sleep(100)", options=options, environ=environ) as job:
+        output = job.output_of_end(1)
+    assert output.splitlines()[-1].endswith(
+        "s without a sign of host 127.0.0.9 (rank 1). "
+        "Try: ssh -o BatchMode=yes 127.0.0.9 true (docs/several-hosts.md)."
+    )

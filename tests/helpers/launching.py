@@ -15,7 +15,8 @@ from tfscale.testing.processes import Finished, Started, run_command, start
 _WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True)\n"
 
 
-def _variables(env: Mapping[str, str] | None) -> dict[str, str]:
+def job_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of jobs."""
     # The folder of the tests first: `tests` must be importable in the ranks as it is here.
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     return {**QUIET, "PYTHONPATH": path, **(env or {})}
@@ -49,7 +50,7 @@ def start_job(
     prefix: Sequence[str] = (),
 ) -> Started:
     """Start `tfscale run` with options; `Started.process` is the launcher's."""
-    return start([*prefix, *job_words(options, command)], output, env=_variables(env))
+    return start([*prefix, *job_words(options, command)], output, env=job_variables(env))
 
 
 def job_words(options: Sequence[str], command: Sequence[str]) -> list[str]:
@@ -70,7 +71,7 @@ def launch_script(
             command = write_script(Path(folder) / "script.py", words[0])
         else:
             command = [sys.executable, "-u", words[0]]
-        return run_command([*command, *words[1:]], timeout_s, size=size, env=_variables(env))
+        return run_command([*command, *words[1:]], timeout_s, size=size, env=job_variables(env))
 
 
 def run_in_folder(
@@ -78,5 +79,5 @@ def run_in_folder(
 ) -> Finished:
     """Run a command in a folder; what it writes to standard error is kept apart."""
     folder.mkdir(parents=True, exist_ok=True)
-    environ = _variables(env)
+    environ = job_variables(env)
     return run_command(words, timeout_s, env=environ, folder=folder, errors_apart=True)

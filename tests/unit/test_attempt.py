@@ -10,7 +10,8 @@ import time
 import pytest
 
 from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
-from tfscale.launcher.mpi_command import JOB_VARIABLE, find_processes
+from tfscale.launcher.hosts import StartWatch
+from tfscale.launcher.mpi_command import JOB_VARIABLE, LaunchSpec, find_processes
 from tfscale.launcher.reports import Change, Report, Start, encode
 from tfscale.launcher.restarting import may_restart
 
@@ -254,6 +255,50 @@ def test_a_rank_that_a_signal_ends_after_all_have_saved_is_no_reason_to_begin_ag
     assert run(says(*STARTS, SAID, unsaved)).exit_code == 128 + 11
 
 
+HANGS = f"""
+import os, time
+from tfscale.launcher.reports import Start, encode
+for rank in range(2):
+    os.write(2, encode(Start(rank, "here", 1, 4)))
+{RUNS_ON}
+"""
+FOUR_RANKS = LaunchSpec(("x",), 4, hosts=(("localhost", 2), ("far", 1), ("away", 1)))
+
+
+def test_a_host_without_a_sign_is_named_and_ends_the_job(capfd):
+    with StopRequest(10.0) as stop:
+        watch = StartWatch(FOUR_RANKS, limit_s=0.4)
+        outcome = run_attempt([sys.executable, "-c", HANGS], os.environ, stop, watch=watch)
+    said, why = capfd.readouterr().err, outcome.describe()
+    assert (outcome.exit_code, outcome.is_orderly) == (1, False)
+    for text in (said, why):  # on a busy machine also of ranks on this host
+        assert " s without a sign of hosts far, away (ranks " in text and text.count("\n") == 1
+
+
+def test_ranks_that_have_not_started_are_named_where_the_launcher_ends():
+    with StopRequest(10.0) as stop:
+        watch = StartWatch(FOUR_RANKS, limit_s=60.0)
+        code = HANGS.replace(RUNS_ON, "os._exit(5)")
+        outcome = run_attempt([sys.executable, "-c", code], os.environ, stop, watch=watch)
+    assert "exit code 5 before the start of hosts far, away (ranks 2, 3)." in outcome.describe()
+
+
+def test_a_stopped_launcher_has_not_waited(monkeypatch):
+    clock = iter([0.0, 100.0, 100.2, 102.0, *range(103, 120)])
+    monkeypatch.setattr("tfscale.launcher.hosts.time.monotonic", lambda: next(clock))
+    # hydra starts no rank before it has heard of all hosts: those that answer are not to blame.
+    watch = StartWatch(FOUR_RANKS, limit_s=2.0, find_silent=lambda names: [names[0]])
+    starts: list[Start] = []
+    said = [watch.look(starts) for _ in range(3)]
+    assert said[:2] == ["", ""] and said[2].startswith(
+        "tfscale: 2 s without a sign of host far (rank 2). Try: ssh -o BatchMode=yes far true "
+    )
+    while not watch.has_failed:
+        assert watch.look(starts) == ""
+    assert watch.describe(starts, 1).startswith("tfscale: 10 s without a sign of host far (rank 2)")
+    assert watch.describe([Start(rank, "a", 1, 4) for rank in range(4)], 1) == ""
+
+
 # As srun, which ends its ranks at SIGTERM; it also asks for the end of the job, as a user would.
 # Without SIGTERM it would end by itself, too late for the test.
 ENDS_ITS_RANKS = """
@@ -309,7 +354,8 @@ import os, sys
 from tfscale.launcher.attempt import StopRequest, run_attempt
 with StopRequest(float(sys.argv[3])) as stop:
     command = [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]]
-    sys.exit(run_attempt(command, os.environ, stop).exit_code)
+    has_stdin = sys.argv[4:] == ["stdin"]
+    sys.exit(run_attempt(command, os.environ, stop, has_stdin=has_stdin).exit_code)
 """
 
 
@@ -347,11 +393,14 @@ sys.exit(subprocess.run([sys.executable, "-c", *sys.argv[2:]], preexec_fn=leave)
 READS = "import sys; open(sys.argv[1], 'w').write(sys.stdin.readline())"
 
 
-@pytest.mark.parametrize(("where", "expected"), [("in front", "typed\n"), ("background", "")])
-def test_a_job_behind_a_shell_leaves_it_what_is_typed(tmp_path, where, expected):
+@pytest.mark.parametrize(
+    ("where", "words", "expected"),
+    [("in front", ["stdin"], "typed\n"), ("in front", [], ""), ("background", ["stdin"], "")],
+)
+def test_a_job_leaves_what_is_typed_to_the_shell(tmp_path, where, words, expected):
     terminal, inside = pty.openpty()
     read = tmp_path / "read"
-    command = [sys.executable, "-c", SHELL, where, RUNS, READS, str(read), "1"]
+    command = [sys.executable, "-c", SHELL, where, RUNS, READS, str(read), "1", *words]
     process = subprocess.Popen(command, stdin=inside, start_new_session=True)
     try:
         os.write(terminal, b"typed\n")

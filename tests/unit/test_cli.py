@@ -33,12 +33,12 @@ SHARED = dict.fromkeys(["OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INT
         ({}, {"TFSCALE_SET_THREADS": "0"}, {}),
         ({}, {"TFSCALE_SET_THREADS": ""}, SHARED),
         ({"size": 1}, {}, {}),
-        # Ranks may be on hosts with other cores; mpiexec itself reads an allocation's nodes.
+        # Ranks may be on hosts with other cores; mpiexec itself reads the lists of some schedulers.
         ({"hosts": (("a", 2), ("b", 2))}, {}, {}),
         ({"hostfile": "f"}, {}, {}),
         ({"is_slurm": True}, {}, {}),
-        ({}, {"SLURM_JOB_NUM_NODES": "2"}, {}),
-        ({}, {"SLURM_JOB_NUM_NODES": "1"}, SHARED),
+        ({}, {"SLURM_JOB_NUM_NODES": "2"}, SHARED),
+        ({}, {"SLURM_JOB_NUM_NODES": "2", "HYDRA_LAUNCHER": "slurm"}, {}),
         ({}, {"LSB_MCPU_HOSTS": "a 2 b 2"}, {}),
         ({}, {"LSB_MCPU_HOSTS": "a 2"}, SHARED),
         ({}, {"HYDRA_HOST_FILE": "a file that mpiexec reads"}, {}),
@@ -177,6 +177,7 @@ def test_the_command_line_does_not_wait_for_tensorflow():
         (["run", "-np", "3", "-H", "a:2", "--hostfile", "f", "python"], "come from one place"),
         (["run", "-np", "3", "--hostfile", "/no", "--restarts", "1", "python"], "readable"),
         (["run", "-np", "3", "--restarts", "-1", "python"], "Received: --restarts=-1"),
+        (["run", "-np", "3", "--restarts", "1", "--stdin", "python"], "read its input again"),
         (["run", "-np", "3", "--min-np", "4", "python"], r"in [1, 3]"),
         (["run", "-np", "3", "--min-np", "2", "--slurm", "python"], "requeue"),
         (["run", "-np", "2", "--exchange", "auto", "python", "t.py"], "an option of --distribute"),
@@ -229,6 +230,32 @@ def test_an_mpiexec_that_cannot_be_used_is_named(launcher, tmp_path, capsys, mon
     monkeypatch.setattr(mpi_command, "find_tool", lambda name: str(fake))
     assert cli.main([*words, "python"]) == (0 if launcher else 2)  # srun needs none
     assert launcher or f"Received: {fake}, which" in capsys.readouterr().err
+
+
+SRUN_LIST = "MPI plugin types are...\n\tnone\n\t{}\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugin", "device", "status", "text"),
+    [
+        ("mpich", "pmi2", "ch4:ucx ofi", "info", "sets MPIR_CVAR_CH4_NETMOD=ofi"),
+        ("mpich", "pmi2", "ch4:ucx", "warning", "may hang in init"),
+        ("mpich", "pmix", "ch4:ofi", "warning", "without --mpi=pmi2"),
+        ("openmpi", "pmix", "", "info", "srun --mpi=pmix"),
+    ],
+)
+def test_doctor_knows_what_srun_needs(kind, plugin, device, status, text, tmp_path, monkeypatch):
+    for name, output in (
+        ("srun", SRUN_LIST.format(plugin)),
+        ("mpichversion", f"MPICH Device:  {device}"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<END\n{output}\nEND\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    check = doctor.check_slurm(Mpi(kind, "5", str(tmp_path / "mpiexec")))
+    assert check.status == status and text in check.detail
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert doctor.check_slurm(None) is None
 
 
 def test_doctor_without_mpi_or_library(monkeypatch, capsys):

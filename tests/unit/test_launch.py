@@ -5,12 +5,13 @@ import json
 
 import pytest
 
-from tfscale.comm.process import Launch, discover
+from tfscale.comm.process import Launch, discover, slurm_variables
 from tfscale.comm.start import Machine, choose_backend, own_gpu, require_size
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
+    allocation_variables,
     build_command,
     parse_places,
     parse_version,
@@ -108,14 +109,39 @@ def test_a_word_that_mpiexec_would_take_is_quoted():
 
 def test_srun_line():
     srun = "srun --kill-on-bad-exit=1 --export=ALL"
-    assert line(None, is_slurm=True, command=("x",)) == f"{srun} --ntasks=4 x"
+    assert line(None, is_slurm=True, command=("x",)) == f"{srun} --ntasks=4 --input=none x"
+    assert "--input=0 python" in line(MPICH, is_slurm=True, has_stdin=True)
     text = line(MPICH, is_slurm=True, is_prefixed=True, bind_to="cores", environment={"K": "a,b"})
     assert text.startswith(f"{srun} --mpi=pmi2 --ntasks=4 --label") and "--cpu-bind=cores" in text
     assert "--mpi=pmix" in line(OPENMPI, is_slurm=True)
     text = line(MPICH, is_slurm=True, hosts=(("a", 2), ("b", 2)), cpus_per_task="16")
-    assert "--cpus-per-task=16 --nodelist=a,b --nodes=2 --ntasks-per-node=2" in text
+    assert "--cpus-per-task=16 --nodelist=a,b --nodes=2 --ntasks-per-node=2 --input=none" in text
     text = line(MPICH, is_slurm=True, hosts=(("a", 3), ("b", 1)))
-    assert "--nodelist=a,b --nodes=2 python" in text
+    assert "--nodelist=a,b --nodes=2 --input=none python" in text
+
+
+def test_an_allocation_does_not_choose_how_ranks_start():
+    stale = {"SLURM_JOB_ID": "1", "SLURM_NODELIST": "gone[1-2]"}
+    spec, by_srun = LaunchSpec(TRAIN, 4), LaunchSpec(TRAIN, 4, is_slurm=True)
+    own = {"HYDRA_LAUNCHER": "ssh", "HYDRA_RMK": "user"}
+    assert allocation_variables(spec, MPICH, stale) == own
+    assert allocation_variables(spec, MPICH, {}) == {}
+    assert allocation_variables(spec, MPICH, {**stale, "HYDRA_LAUNCHER": "slurm"}) == {
+        "HYDRA_RMK": "user"
+    }
+    assert set(allocation_variables(spec, OPENMPI, stale).values()) == {"^slurm"}
+    assert allocation_variables(spec, INTEL, stale) == {"I_MPI_HYDRA_BOOTSTRAP": "ssh"}
+    assert allocation_variables(by_srun, MPICH, stale) == {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+    for mpi in (OPENMPI, INTEL, None):
+        assert allocation_variables(by_srun, mpi, stale) == {}
+
+
+def test_what_ranks_of_srun_need():
+    step = {"PMI_JOBID": "7.0", "SLURM_STEP_NUM_NODES": "2"}
+    assert slurm_variables(step) == {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+    for other in ({"SLURM_STEP_NUM_NODES": "1"}, {"MPI_LOCALRANKID": "0"}):
+        assert slurm_variables({**step, **other}) == {}
+    assert slurm_variables({"SLURM_STEP_NUM_NODES": "2"}) == {}
 
 
 def test_impossible_launches_are_refused():

@@ -24,7 +24,7 @@ PURE = """
 # The fields of tfscale.config.Settings; each is read from TFSCALE_ and its name in capitals.
 SETTINGS = """
     backend stall_warning_s stall_shutdown_s chunk_bytes window_bytes host_memory
-    reduce_threads pin_core ranks_per_host set_threads save_timeout_s timeline
+    reduce_threads pin_core ranks_per_host set_threads save_timeout_s start_s timeline
     """
 
 

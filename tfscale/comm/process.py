@@ -110,6 +110,23 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
+# MPICH 5 publishes 4096 bytes for a rank with UCX: its address, and what follows in memory. They go
+# to Slurm's PMI2 in lines of up to 1080 characters, of which it reads 1024, unless most bytes are
+# zero; then ranks hang or are aborted in MPI_Init. Addresses of libfabric (OFI) are short.
+SLURM_VARIABLES = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
+
+
+def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what MPI needs in a rank that `srun --mpi=pmi2` started on several nodes, or nothing.
+
+    Slurm's PMI2 sets PMI_JOBID. MPICH's own launcher, hydra, sets MPI_LOCALRANKID, and reads lines
+    of any length, also where it uses srun.
+    """
+    is_pmi2 = "PMI_JOBID" in environ and "MPI_LOCALRANKID" not in environ
+    is_several = environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
+    return dict(SLURM_VARIABLES) if is_pmi2 and is_several else {}
+
+
 # States of a rank; "" until it calls tfscale.init.
 STARTING = "starting"  # in tfscale.init, which waits for all ranks of the launcher
 WAITING = "waiting"  # init gave up waiting for the other ranks
@@ -258,6 +275,8 @@ def watch_from_import() -> None:
     environ = config.environment()
     launch = discover(environ)
     if launch is not None:
+        # MPI reads them when it starts; names that are set stay.
+        config.set_default_environment(**slurm_variables(environ))
         config.set_environment(RANK_VARIABLE, f"{os.getpid()}:{_connection(environ)}")
     if launch is not None and launch.size > 1:
         end_job_on_error(lambda code: os.kill(os.getpid(), signal.SIGKILL))

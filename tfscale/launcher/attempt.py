@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from tfscale.comm import mpi_files
 from tfscale.config import PREEMPTED, ConfigError
+from tfscale.launcher.hosts import StartWatch
 from tfscale.launcher.mpi_command import end_processes, find_processes, new_job, set_death_signal
 from tfscale.launcher.reports import (
     Report,
@@ -98,6 +100,7 @@ class Outcome:
     is_orderly: bool = False  # all ranks left the job together, with any exit status
     notes: str = ""  # printed before the failure: tracebacks of the ranks, and remarks
     reason: str = ""  # printed after it, as the last line
+    why: str = ""  # why ranks did not start
     closing: str = ""  # printed after a success
 
     def describe(self) -> str:
@@ -106,14 +109,22 @@ class Outcome:
             return self.notes + self.failure.describe() + self.reason
         if self.is_orderly or self.was_stopped:
             return self.notes + self.reason
+        if self.why:
+            return self.notes + self.why
         return (
             f"{self.notes}tfscale: the launcher ended with exit code {self.exit_code}; "
             "no rank said why.\n"
         )
 
 
-def _input() -> int | None:
-    """Return the launcher's stdin: not the terminal, if this process runs in the background."""
+def _input(is_wanted: bool) -> int | None:
+    """Return the launcher's stdin: this process's, or none.
+
+    It is none unless it is wanted, so that the caller's input stays with the caller: in a loop of a
+    shell that reads a list of jobs, say. Nor does a process in the background get the terminal.
+    """
+    if not is_wanted or sys.__stdin__ is None:  # closed
+        return subprocess.DEVNULL
     if not os.isatty(0):
         return None
     try:
@@ -128,9 +139,15 @@ class _Launcher:
     """A running mpiexec or srun, with the reader of its stderr."""
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], may_kill: bool, is_quiet: bool
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        may_kill: bool,
+        is_quiet: bool,
+        has_stdin: bool,
+        watch: StartWatch | None,
     ) -> None:
-        self._may_kill = may_kill
+        self._may_kill, self._watch = may_kill, watch
         self._job, marked = new_job(environ)
         self._ended_at: float | None = None
         self._has_outlived_ranks = False
@@ -141,7 +158,7 @@ class _Launcher:
             self.process = subprocess.Popen(
                 list(command),
                 env=marked,
-                stdin=_input(),
+                stdin=_input(has_stdin),
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 preexec_fn=lambda: set_death_signal(signal.SIGKILL if may_kill else signal.SIGTERM),
@@ -174,6 +191,12 @@ class _Launcher:
             self.reader.look_for_lost_hosts()
             if stop.first is None:
                 self.reader.look_for_absent_ranks()
+            if self._watch is not None and self.reader.first_failure_at is None:
+                sys.stderr.write(self._watch.look(self.reader.starts()))
+                if self._watch.has_failed:
+                    self._kill()
+                    self.process.wait()
+                    return 1
             if stop.is_over():
                 # Ranks that have all ended are not cut off, however long the launcher takes.
                 if self.cut is None and not self.reader.have_all_ended():
@@ -284,22 +307,31 @@ def run_attempt(
     stop_signal: int = signal.SIGTERM,
     may_kill: bool = True,
     is_quiet: bool = False,
+    has_stdin: bool = False,
+    watch: StartWatch | None = None,
 ) -> Outcome:
     """Run a launcher until it ends; afterwards no process of the job is left on this host.
 
     The outcome is not printed yet. After a signal to this process (`stop`) the launcher gets
     `stop_signal`, which makes it stop the ranks; they get their time to end, then SIGKILL.
     `may_kill` says whether ranks end when the launcher is killed; `is_quiet` removes TensorFlow's
-    start-up messages.
+    start-up messages; `has_stdin` gives the launcher the standard input of this process,
+    and `watch` limits the start of the ranks.
     """
-    launcher = _Launcher(command, environ, may_kill, is_quiet)
+    launcher = _Launcher(command, environ, may_kill, is_quiet, has_stdin, watch)
     failure = None
     try:
         code = launcher.wait(stop, stop_signal)
         failure = launcher.reader.failure()
+        if watch is not None and watch.has_failed:
+            return Outcome(1, why=watch.describe(launcher.reader.starts(), 1))
     finally:
         launcher.end(grace_s=0.0 if failure or stop.is_over() else 2.0)
-    return _outcome(code, launcher, stop)
+    outcome = _outcome(code, launcher, stop)
+    if watch is None or outcome.failure or outcome.is_orderly or outcome.was_stopped:
+        return outcome
+    why = watch.describe(launcher.reader.starts(), outcome.exit_code)
+    return dataclasses.replace(outcome, why=why)
 
 
 def _outcome(code: int, launcher: _Launcher, stop: StopRequest) -> Outcome:

@@ -21,6 +21,7 @@ from tfscale.exchange import EXCHANGES
 from tfscale.launcher import mpi_command
 from tfscale.launcher.convert import add_convert
 from tfscale.launcher.doctor import examine
+from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
 from tfscale.launcher.tune import add_tune
@@ -51,6 +52,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     grace_help = "seconds that ranks have to end after SIGTERM or Ctrl-C (default: 30)"
     add("--grace-s", type=float, default=30.0, metavar="S", help=grace_help)
     add("--mpiexec", metavar="PATH", help="the mpiexec to use (default: found)")
+    what = "rank 0 reads the standard input, which is empty for the others (default: for all)"
+    add("--stdin", action="store_true", help=what)
     what = "train an unchanged Keras script: each rank computes its part of each batch"
     add("--distribute", action="store_true", help=what)
     what = "for --distribute: what ranks send (default: allreduce)"
@@ -104,6 +107,7 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
         hostfile=None if options.restarts else options.hostfile,
         is_slurm=options.slurm,
         is_prefixed=options.output_prefix,
+        has_stdin=options.stdin,
         bind_to=options.bind_to,
         is_root=os.geteuid() == 0,
         n_cores=count_cores(),
@@ -221,6 +225,16 @@ def _run(options: argparse.Namespace) -> int:
         print(command)
         return 0
     _prepare_library(dataclasses.replace(spec, hosts=rule.places), mpi, environ)
+    given = {**environ, **(spec.environment or {})}
+    if rule.places:
+        first = dataclasses.replace(spec, hosts=mpi_command.spread(rule.places, spec.size))
+        check_hosts(first, mpi, given)
+    elif not (spec.is_slurm or spec.hostfile) and environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+        print(
+            f"tfscale: Slurm has given this job {environ['SLURM_JOB_NUM_NODES']} nodes, and "
+            "without --slurm all ranks start on this one.",
+            file=sys.stderr,
+        )
     if options.verbose and not options.quiet:  # the output may be piped into another program
         print(f"tfscale: {command}", file=sys.stderr, flush=True)
     return job.run()

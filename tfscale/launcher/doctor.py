@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tfscale.comm import library, mpi_files
 from tfscale.comm.cores import count_cores, find_quota
@@ -20,10 +23,12 @@ from tfscale.comm.native import (
     installed_tensorflow,
     read_stamp,
 )
+from tfscale.comm.process import SLURM_VARIABLES
 from tfscale.config import ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
+    allocation_variables,
     build_command,
     end_processes,
     find_mpi,
@@ -95,6 +100,40 @@ def check_mpi(mpi: Mpi | None) -> Check:
         detail = f"{path} is of an unknown kind" if path else "no mpiexec here or on PATH"
         return Check("mpi", "missing", detail, "pip install mpich")
     return Check("mpi", "ok", f"{mpi.kind} {mpi.version}, {mpi.mpiexec}")
+
+
+def check_slurm(mpi: Mpi | None) -> Check | None:
+    """Look for what Slurm's srun needs to start ranks; None where there is no srun."""
+    if shutil.which("srun") is None:
+        return None
+    name = "pmix" if mpi is not None and mpi.kind == "openmpi" else "pmi2"
+    listed = _output_of("srun", "--mpi=list")
+    if listed and name not in listed.split():
+        detail = f"srun, without --mpi={name}, which {mpi.kind if mpi else 'MPI'} needs"
+        return Check("slurm", "warning", detail, f"install Slurm's plugin mpi/{name}")
+    detail = f"srun --mpi={name}"
+    if mpi is None or mpi.kind != "mpich":
+        return Check("slurm", "info", detail)
+    device = re.search(
+        r"MPICH Device:\s*(.*)", _output_of(str(Path(mpi.mpiexec).parent / "mpichversion"))
+    )
+    if device is not None and "ucx" in device[1] and "ofi" not in device[1]:
+        detail += f" with MPICH's device {device[1]}: ranks on several nodes may hang in init"
+        remedy = "pip install mpich, or start with tfscale run -H instead of --slurm"
+        return Check("slurm", "warning", detail, remedy)
+    ((variable, value),) = SLURM_VARIABLES.items()
+    return Check("slurm", "info", f"{detail}; on several nodes tfscale sets {variable}={value}")
+
+
+def _output_of(*command: str) -> str:
+    """Return what a command prints, or "" where it cannot be run."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10.0
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
 
 
 def check_library(mpi: Mpi | None) -> Check:
@@ -171,7 +210,13 @@ def check_gpus(timeout_s: float = 120.0) -> Check:
     """Count the GPUs that TensorFlow sees, in a separate process."""
     command = [sys.executable, "-c", _GPU_TEST]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
     except subprocess.TimeoutExpired:
         return Check("gpus", "warning", f"TensorFlow did not answer in {timeout_s:.0f} s")
     if done.returncode != 0:
@@ -185,7 +230,8 @@ def self_test(mpi: Mpi, environ: Mapping[str, str], timeout_s: float) -> Check:
     remedy = "see the message; tfscale run --dry-run shows the command that starts ranks"
     command, is_root = (sys.executable, "-c", _SELF_TEST), os.geteuid() == 0
     spec = LaunchSpec(command, 2, is_root=is_root, n_cores=count_cores())
-    job, marked = new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **environ})
+    given = allocation_variables(spec, mpi, environ)
+    job, marked = new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **given, **environ})
     try:
         done = subprocess.run(
             build_command(spec, mpi),
@@ -223,6 +269,8 @@ def examine(environ: Mapping[str, str], timeout_s: float = 120.0) -> list[Check]
         check_threads(environ),
         check_shared_memory(),
     ]
+    if (slurm := check_slurm(mpi)) is not None:
+        checks.append(slurm)
     if checks[1].status == "ok":
         checks.append(check_gpus(timeout_s))
     if mpi is not None and all(check.status != "missing" for check in checks):

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.comm.native import find_tool
-from tfscale.config import ConfigError, sets_threads
+from tfscale.comm.process import SLURM_VARIABLES
+from tfscale.config import ConfigError, setting
 
 # (name of a host, number of ranks it may have) pairs; "" is this host.
 Places = tuple[tuple[str, int], ...]
@@ -99,6 +100,7 @@ class LaunchSpec:
     environment: Mapping[str, str] | None = None  # for every rank; see `variables_of`
     is_root: bool = False  # started by root, which Open MPI refuses without an option
     n_cores: int = 1  # of this host
+    has_stdin: bool = False  # rank 0 reads the launcher's standard input
     cpus_per_task: str = ""  # requested by the batch script; srun does not read that itself
 
 
@@ -155,6 +157,8 @@ def _srun(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
         counts = {n for _, n in spec.hosts}  # srun has no option for unequal numbers
         line += [f"--ntasks-per-node={counts.pop()}"] if len(counts) == 1 else []
     line += [f"--nodefile={spec.hostfile}"] if spec.hostfile else []
+    # Its default sends the input to all ranks.
+    line += ["--input=0" if spec.has_stdin else "--input=none"]
     return [*line, *spec.command]
 
 
@@ -214,6 +218,8 @@ def quote(command: Sequence[str]) -> tuple[str, ...]:
     return (WORDS_OPTION, json.dumps(list(command))) if ":" in command else ("--", *command)
 
 
+# Set for the processes beside ranks if rank 0 reads the standard input of `tfscale run`.
+STDIN_VARIABLE = "TFSCALE_STDIN"
 # Every process of a job has this variable, so that all are found at its end.
 JOB_VARIABLE = "TFSCALE_JOB"
 
@@ -224,7 +230,13 @@ def find_mpi(mpiexec: str | None = None) -> Mpi | None:
     if path is None:
         return None
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     known = parse_version(done.stdout + done.stderr)
@@ -270,9 +282,9 @@ def has_other_hosts(spec: LaunchSpec, environ: Mapping[str, str]) -> bool:
         with contextlib.suppress(OSError):  # not in such a job, or not on its first host
             lines = Path(environ.get(name, "")).read_text().splitlines()
             hosts |= {line.split()[0] for line in lines if line.strip()}
-    is_one = environ.get("SLURM_JOB_NUM_NODES", "1") == "1" and len(hosts) <= 1
+    is_slurm = spec.is_slurm or environ.get("HYDRA_LAUNCHER") == "slurm"
     has_file = bool(spec.hostfile) or any(environ.get(name) for name in _HOST_FILES)
-    return spec.is_slurm or has_file or not is_one
+    return is_slurm or has_file or len(hosts) > 1
 
 
 def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
@@ -284,7 +296,7 @@ def thread_variables(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, 
     where ranks may be on other hosts, whose cores are unknown here: `tfscale.init` then sets the
     threads.
     """
-    if not sets_threads(environ) or spec.size < 2 or has_other_hosts(spec, environ):
+    if not setting("set_threads", environ) or spec.size < 2 or has_other_hosts(spec, environ):
         return {}
     threads = max(1, spec.n_cores // spec.size)
     wanted = {
@@ -306,6 +318,35 @@ def loopback_variables(
         return {}
     wanted = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def allocation_variables(
+    spec: LaunchSpec, mpi: Mpi | None, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return variables without which a Slurm allocation would change, or prevent, the start.
+
+    With `--slurm` see `process.SLURM_VARIABLES`. Without it, mpiexec takes variables of Slurm, also
+    old ones of a job that has ended, as a request to start ranks by srun on all its nodes; its
+    usual start is named instead. Variables in `environ` are not changed.
+    """
+    kind = mpi.kind if mpi is not None else ""
+    if spec.is_slurm:
+        wanted = SLURM_VARIABLES if kind == "mpich" else {}
+    elif any(name.startswith("SLURM_") for name in environ):
+        wanted = _WITHOUT_SLURM.get(kind, {})
+    else:
+        wanted = {}
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+_WITHOUT_SLURM = {
+    "mpich": {"HYDRA_LAUNCHER": "ssh", "HYDRA_RMK": "user"},
+    "intel": {"I_MPI_HYDRA_BOOTSTRAP": "ssh"},
+    # Open MPI 4, and 5.
+    "openmpi": dict.fromkeys(
+        ("OMPI_MCA_plm", "OMPI_MCA_ras", "PRTE_MCA_plm", "PRTE_MCA_ras"), "^slurm"
+    ),
+}
 
 
 def new_job(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:

@@ -36,7 +36,7 @@ _NOT_STARTED = 127
 # States in which a rank may not have opened MPI's files yet.
 _BEFORE_MPI = ("", process.STARTING)
 # Variables that the rank does not inherit.
-_NOT_INHERITED = (STOP_VARIABLE, RANK_VARIABLE)
+_NOT_INHERITED = (STOP_VARIABLE, RANK_VARIABLE, mpi_command.STDIN_VARIABLE)
 
 
 class _Rank:
@@ -58,10 +58,13 @@ class _Rank:
         self._files: set[str] = set()
         self._seen = process.RankStatus("")
         _close_listening_sockets()
+        # Launchers give the other ranks a pipe into which nothing is ever written.
+        has_stdin = launch.rank == 0 and mpi_command.STDIN_VARIABLE in environment()
         own = {name: v for name, v in environment().items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
             list(command),
             env={**own, STATUS_VARIABLE: process.path_of(self.status)},
+            stdin=None if has_stdin else subprocess.DEVNULL,
             close_fds=False,  # MPI may talk to its launcher over an inherited descriptor.
             preexec_fn=self._prepare,
         )

@@ -367,6 +367,10 @@ class ReportReader(threading.Thread):
         number = int(signal.SIGKILL)
         return Report(gone.rank, gone.host, None, number, True, True, is_alone=True)
 
+    def starts(self) -> list[Start]:
+        """Return the signs of ranks that have been started."""
+        return list(self._starts.values())
+
     def pids_beside(self) -> set[int]:
         """Return the ids of the processes beside this host's ranks."""
         return {start.pid for start in self._beside.values()}

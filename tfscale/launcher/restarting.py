@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tfscale.comm.process import STOP_VARIABLE
-from tfscale.config import PREEMPTED, ConfigError, require
-from tfscale.launcher import mpi_command
+from tfscale.config import PREEMPTED, ConfigError, require, setting
+from tfscale.launcher import hosts, mpi_command
 from tfscale.launcher.attempt import Outcome, StopRequest, run_attempt
 from tfscale.launcher.reports import BEAT_VARIABLE
 
@@ -35,6 +35,11 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
     """Raise ConfigError for numbers outside of their range, and for --min-np under Slurm."""
     require(rule.restarts >= 0, "--restarts", "0 or more", rule.restarts)
     require(rule.grace_s >= 0, "--grace-s", "0 or more", rule.grace_s)
+    if spec.has_stdin and rule.restarts:
+        raise ConfigError(
+            "A job that is started again cannot read its input again. Received: --stdin with "
+            f"--restarts {rule.restarts}. Leave one of them out, or let the script read a file."
+        )
     if rule.min_ranks is None:
         return
     known = f"in [1, {spec.size}], the number of ranks"
@@ -130,6 +135,7 @@ class Job:
         given = {**environ, **(spec.environment or {})}
         self._is_quiet = not is_verbose and not given.get(_LOG_LEVEL)
         self._closes = closes
+        self._start_s = setting("start_s", given)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: mpi_command.Places = rule.places or (("", spec.size),)
         self._n_restarts = self._n_short = 0
@@ -153,12 +159,13 @@ class Job:
         size = self._spec.size
         if self._n_restarts:
             size = min(size, sum(n for _, n in self._places))
-        hosts = mpi_command.spread(self._places, size) if self._rule.places else ()
-        spec = dataclasses.replace(self._spec, size=size, hosts=hosts)
+        used = mpi_command.spread(self._places, size) if self._rule.places else ()
+        spec = dataclasses.replace(self._spec, size=size, hosts=used)
         given = dict(spec.environment or {})
         present = {**self._environ, **given}
         threads = mpi_command.thread_variables(spec, present)
         threads |= mpi_command.loopback_variables(spec, self._mpi, present)
+        threads |= mpi_command.allocation_variables(spec, self._mpi, present)
         ours = {RESTART_VARIABLE: str(self._n_restarts)}
         if self._is_quiet:
             ours[_LOG_LEVEL] = "1"
@@ -166,6 +173,8 @@ class Job:
             ours[BEAT_VARIABLE] = "1"
         if self._stop_signal != signal.SIGTERM:
             ours[STOP_VARIABLE] = self._stop_signal.name
+        if spec.has_stdin:
+            ours[mpi_command.STDIN_VARIABLE] = "1"
         if sys.stdout.isatty() and not spec.is_prefixed:  # a bar would overwrite the prefix
             ours[TERMINAL_VARIABLE] = "1"
         return dataclasses.replace(spec, environment={**threads, **given, **ours})
@@ -182,6 +191,8 @@ class Job:
                     self._stop_signal,
                     may_kill=not self._spec.is_slurm,
                     is_quiet=self._is_quiet,
+                    has_stdin=self._spec.has_stdin,
+                    watch=hosts.StartWatch(self._next_spec(), self._start_s, self._find_silent),
                 )
                 is_long = time.monotonic() - started >= WORTHWHILE_S
                 self._n_short = 0 if is_long else self._n_short + 1
@@ -214,13 +225,16 @@ class Job:
             return self._places  # The restart itself shows whether a single host answers.
         return tuple((name, n) for name, n in self._places if self._answers(name))
 
+    def _find_silent(self, names: list[str]) -> list[str]:
+        return hosts.find_silent(names, self._mpi, {**self._environ, **self.variables()})
+
     def _answers(self, host: str) -> bool:
         """Return whether the MPI can start a program on a host."""
         spec = dataclasses.replace(self._spec, command=("true",), size=1, hosts=((host, 1),))
         try:
             done = subprocess.run(
                 mpi_command.build_command(spec, self._mpi),
-                env={**self._environ, **mpi_command.variables_of(spec, self._mpi)},
+                env={**self._environ, **self.variables()},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=_ANSWER_S,

@@ -15,6 +15,7 @@ from tfscale.comm.cores import count_cores
 from tfscale.config import environment
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
+    allocation_variables,
     build_command,
     end_processes,
     find_mpi,
@@ -66,11 +67,13 @@ def start(
         folder: Folder to start in, by default the current one.
         errors: File for what is written to standard error.
     """
-    words = list(command)
+    words, given = list(command), dict(env or {})
     if size:
         spec = LaunchSpec(tuple(words), size, is_root=os.geteuid() == 0, n_cores=count_cores())
-        words = build_command(spec, find_mpi())
-    job, environ = new_job({**environment(), **(env or {})})
+        mpi = find_mpi()
+        words = build_command(spec, mpi)
+        given |= allocation_variables(spec, mpi, {**environment(), **given})
+    job, environ = new_job({**environment(), **given})
     with output.open("wb") as file, (errors or Path(os.devnull)).open("wb") as error_file:
         process = subprocess.Popen(
             words,

@@ -181,7 +181,9 @@ def _run_probe(ranks: int, settings: dict[str, Any], options: argparse.Namespace
         ]
         # The job ends where this process is ended.
         end_too = functools.partial(set_death_signal, signal.SIGTERM)
-        done = subprocess.run(command, stdout=sys.stderr, preexec_fn=end_too)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=end_too
+        )
         if done.returncode or not result.exists():
             raise ConfigError(
                 "The script must train with model.fit for all steps of a probe. Received: exit "
