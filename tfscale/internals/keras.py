@@ -224,10 +224,10 @@ def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: ty
     model.make_train_function = make_wrapped
 
 
-def replace_train_step(model: keras.Model, step: Callable[[Any], Any]) -> None:
-    """Replace a model's `train_step`, in functions that are traced from now on."""
-    model.__dict__["train_step"] = step
-    model.train_function = None
+def replace_step(model: keras.Model, name: str, step: Callable[[Any], Any]) -> None:
+    """Replace a model's `train_step` or `test_step`, in functions that are traced from now on."""
+    model.__dict__[name] = step
+    setattr(model, name.replace("_step", "_function"), None)
 
 
 def wrap_once(model: keras.Model, name: str, wrap: Callable[[Any], Any]) -> None:
