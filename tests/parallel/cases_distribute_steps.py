@@ -225,6 +225,13 @@ def common(x, seed):
     return x, tf.ones_like(x) * tf.reduce_sum(drawn)
 
 
+def weights_noise(x, seed):
+    """A static shape that is a multiple of any rank's rows by chance."""
+    weights = tf.zeros((12, 5), x.dtype)
+    drawn = keras_random.normal(tf.shape(weights), seed=seed)
+    return x, tf.ones_like(x) * tf.reduce_sum(drawn)
+
+
 def common_length(x, seed):
     """A length that is not known while tracing, and is not that of rows."""
     length = tf.cast(tf.size(x[0]) + 18, tf.int32)  # 23: no multiple of rows, but for one
@@ -250,7 +257,7 @@ def noisy(draw):
 def case_random_numbers_for_several_blocks_of_rows():
     fixed = tf.data.Dataset.from_tensor_slices(ROWS).batch(6, drop_remainder=True)
     in_tens = tf.data.Dataset.from_tensor_slices(ROWS[:30]).batch(10)
-    static = (joined_labels, repeated, rows_only, joined_dropout, joined_categories)
+    static = (joined_labels, repeated, weights_noise, rows_only, joined_dropout, joined_categories)
     with float64():
         for draws, batches in ((DRAWS, None), (static, fixed), ((common_length,), in_tens)):
             steps = [noisy(draw) for draw in draws]
@@ -370,6 +377,7 @@ class Renaming(keras.Model):
         self.rows = keras.metrics.Sum("rows")
 
     def train_step(self, x):
+        x = x[0] if isinstance(x, tuple) else x
         with tf.GradientTape() as tape:
             part = tf.reduce_mean((self.net(x) - x) ** 2)
         weights = self.net.trainable_weights

@@ -101,7 +101,7 @@ def metric_states(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
     """Return each state variable of the metrics, its reduction over ranks, and its label."""
     states: dict[int, tuple[keras.Variable, str, str]] = {}
     for metric in metrics_of(model):
-        for variable, mode in zip(metric.variables, reductions_of(metric), strict=True):
+        for variable, mode in zip(metric.variables, reductions_of(model, metric), strict=True):
             label = f"{metric.name}/{variable.name}{tuple(variable.shape)} {mode}"
             states.setdefault(id(variable), (variable, mode, label))
     return list(states.values())

@@ -1,4 +1,4 @@
-"""How metrics are combined over ranks: what steps do with them, seen while Python runs the steps.
+"""Metrics over ranks: what steps do with them, seen while Python runs the steps.
 
 * Which metric made a result that a step returns. It is the same object: a tensor that
   `metric.result()` returned, under whatever key of the logs.
@@ -13,6 +13,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -21,7 +22,12 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
-from tfscale.internals.keras import raw_variable, replace_step
+from tfscale.internals.keras import (
+    raw_variable,
+    replace_methods,
+    replace_step,
+    restore_methods,
+)
 from tfscale.internals.trace import changes_of, current_graph, probe
 
 REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
@@ -31,12 +37,18 @@ STEPS = ("train_step", "test_step")
 Source = tuple[keras.metrics.Metric, str | None]
 Metrics = list[keras.metrics.Metric]
 
-# By model and name of the step: the keys that it returns, with the metrics that made the values.
-_returned: weakref.WeakKeyDictionary[keras.Model, dict[str, dict[str, Source | None]]]
-_returned = weakref.WeakKeyDictionary()
-# How `update_state` changes each variable of a metric.
-_changes: weakref.WeakKeyDictionary[keras.metrics.Metric, list[str]]
-_changes = weakref.WeakKeyDictionary()
+
+@dataclass
+class _Watch:
+    """What has been seen of the metrics of a model."""
+
+    # By name of the step: the keys that it returns, with the metrics that made the values.
+    returned: dict[str, dict[str, Source | None]] = field(default_factory=dict)
+    # By `id` of a metric: the metric, and how `update_state` changes each of its variables.
+    changes: dict[int, tuple[keras.metrics.Metric, list[str]]] = field(default_factory=dict)
+
+
+_watches: weakref.WeakKeyDictionary[keras.Model, _Watch] = weakref.WeakKeyDictionary()
 _updating: list[Any] = []  # metrics whose `update_state` is running, innermost last
 
 
@@ -60,18 +72,17 @@ def _parts_of(metric: Any) -> Metrics | None:
 
 def watch(model: keras.Model) -> None:
     """Note what the steps of a model return and change, from now on; once for each model."""
-    if runtime.size() == 1 or model in _returned:
+    if runtime.size() == 1 or model in _watches:
         return
-    _returned[model] = {}
+    _watches[model] = _Watch()
     for name in STEPS:
         replace_step(model, name, _watched(model, name, getattr(model, name)))
 
 
 def forget(model: keras.Model) -> None:
     """Let the steps of a model be those of its class again, if they were watched."""
-    if _returned.pop(model, None) is not None:
-        for name in STEPS:
-            vars(model).pop(name, None)
+    if _watches.pop(model, None) is not None:
+        restore_methods(model, *STEPS)
 
 
 def _watched(model: keras.Model, name: str, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -83,10 +94,11 @@ def _watched(model: keras.Model, name: str, step: Callable[[Any], Any]) -> Calla
         assert model is not None
         with _observed(model) as made:
             outputs = step(data)
-        if isinstance(outputs, dict) and model in _returned:
-            sources = {key: made.get(id(value)) for key, value in flat_items(outputs)}
-            known = _returned[model].setdefault(name, {})
-            known.update({key: source and source[1:] for key, source in sources.items()})
+        watch = _watches.get(model)
+        if isinstance(outputs, dict) and watch is not None:
+            found = {key: made.get(id(value)) for key, value in flat_items(outputs)}
+            sources = {key: source and source[1:] for key, source in found.items()}
+            watch.returned[name] = sources
         return outputs
 
     return watched_step
@@ -114,7 +126,8 @@ def sources_of(model: keras.Model, step: str, is_direct: bool = False) -> dict[s
     for metric in metrics_of(model):  # a result that is a number of Python has no identity
         if by_name.get(metric.name, True) is None:
             by_name[metric.name] = metric, None
-    returned = _returned.get(model, {}).get(step)
+    watch = _watches.get(model)
+    returned = None if watch is None else watch.returned.get(step)
     is_named = not returned or (returned.keys() == by_name.keys() and not is_direct)
     sources = by_name if is_named else returned or {}
     # The result of a metric without variables is a number like others.
@@ -130,6 +143,7 @@ def _observed(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.metrics
     """
     made: dict[int, tuple[Any, keras.metrics.Metric, Any]] = {}
     observed: dict[int, Any] = {}
+    watch = _watches.get(model, _Watch())
 
     def observe(metric: Any) -> None:
         if id(metric) in observed:
@@ -137,13 +151,13 @@ def _observed(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.metrics
         observed[id(metric)] = metric
         parts = _parts_of(metric)
         if parts is None:
-            vars(metric)["result"] = noting(metric, metric.result)
-            vars(metric)["update_state"] = _checked(metric, metric.update_state)
+            update_state = _checked(watch, metric, metric.update_state)
+            replace_methods(metric, result=noting(metric, metric.result), update_state=update_state)
             return
         for part in parts:
             observe(part)
         if not parts:  # it makes its metrics in the first update
-            vars(metric)["update_state"] = building(metric, metric.update_state)
+            replace_methods(metric, update_state=building(metric, metric.update_state))
 
     def noting(metric: Any, result: Any) -> Any:
         @functools.wraps(result)
@@ -174,8 +188,7 @@ def _observed(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.metrics
         yield made
     finally:
         for metric in observed.values():
-            for name in ("result", "update_state"):
-                vars(metric).pop(name, None)
+            restore_methods(metric, "result", "update_state")
 
 
 # States.
@@ -196,21 +209,21 @@ def updating(metric: Any) -> Iterator[None]:
         _updating.pop()
 
 
-def _checked(metric: Any, update: Any) -> Any:
+def _checked(watch: _Watch, metric: Any, update: Any) -> Any:
     @functools.wraps(update)
     def checked_update(*args: Any, **kwargs: Any) -> Any:
         with updating(metric):
             if not _must_look(metric):
                 return update(*args, **kwargs)
             if tf.executing_eagerly():
-                if metric not in _changes:
-                    _note(metric, *_look_eagerly(update, args, kwargs))
+                if id(metric) not in watch.changes:
+                    _note(watch, metric, *_look_eagerly(update, args, kwargs))
                 return update(*args, **kwargs)
             graph = current_graph()
             assert graph is not None
             first_op = len(graph.get_operations())
             result = update(*args, **kwargs)
-            _note(metric, graph, first_op)
+            _note(watch, metric, graph, first_op)
             return result
 
     return checked_update
@@ -232,14 +245,14 @@ def _look_eagerly(update: Any, args: Any, kwargs: Any) -> tuple[tf.Graph | None,
         return None, 0
 
 
-def _note(metric: Any, graph: tf.Graph | None, first_op: int) -> None:
+def _note(watch: _Watch, metric: Any, graph: tf.Graph | None, first_op: int) -> None:
     """Note how an update changes the variables of a metric; raise if that cannot be told."""
     variables = metric.variables
     if graph is None:
         changes = ["other"] * len(variables)
     else:
         changes = changes_of(graph, first_op, [raw_variable(v) for v in variables])
-    before = _changes.get(metric, ["none"] * len(variables))
+    _, before = watch.changes.get(id(metric), (metric, ["none"] * len(variables)))
     both = list(zip(before, changes, strict=True))
     changes = [
         new if old == "none" else old if new in ("none", old) else "other" for old, new in both
@@ -253,11 +266,11 @@ def _note(metric: Any, graph: tf.Graph | None, first_op: int) -> None:
                 "tfscale_reduce of the class to 'sum', 'mean', 'max' or 'min', or to a dict of "
                 "these by names of variables: see docs/data.md."
             )
-    _changes[metric] = changes
+    watch.changes[id(metric)] = metric, changes
 
 
-def reductions_of(metric: keras.metrics.Metric) -> list[str]:
-    """Return how the ranks' values of each variable of a metric are reduced.
+def reductions_of(model: keras.Model, metric: keras.metrics.Metric) -> list[str]:
+    """Return how the ranks' values of each variable of a model's metric are reduced.
 
     Raises:
         ConfigError: The metric's attribute `tfscale_reduce` is invalid.
@@ -265,7 +278,7 @@ def reductions_of(metric: keras.metrics.Metric) -> list[str]:
     variables, declared = metric.variables, getattr(metric, "tfscale_reduce", None)
     if declared is None:
         # A variable that no update changes is equal on all ranks.
-        changes = _changes.get(metric, [])
+        _, changes = _watches.get(model, _Watch()).changes.get(id(metric), (metric, []))
         noted = ["max" if change == "none" else change for change in changes]
         return noted if len(noted) == len(variables) else ["sum"] * len(variables)
     by_name = (

@@ -134,6 +134,14 @@ def block_layout(values: tf.Tensor) -> str | None:
     return known[values.name]
 
 
+def note_shape(shape: tf.Tensor, tensor: tf.Tensor) -> None:
+    """Note that one tensor is the shape of another, which a constant does not tell."""
+    if not hasattr(shape, "numpy") and not hasattr(tensor, "numpy"):
+        layout = block_layout(tensor)
+        if layout is not None:
+            context_of(shape.graph).layouts[shape.name] = layout
+
+
 def _layout_made_by(tensor: tf.Tensor) -> str | None:
     op, rank = tensor.op, tensor.shape.rank
     if not rank or (rank == 1 and tensor.dtype.is_integer):  # numbers and shapes

@@ -30,7 +30,7 @@ from tfscale.exchange.batch_shares import Share
 from tfscale.exchange.sync_batch_norm import global_moments
 from tfscale.fit.metric_updates import is_updating, updating
 from tfscale.internals.classes import Patches, sums_over_batch, weights_with_mask
-from tfscale.internals.trace import block_layout, joins_scalars
+from tfscale.internals.trace import block_layout, joins_scalars, note_shape
 
 _GATHERED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.int8, tf.uint8)
 _ARGUMENTS = ("x", "y", "sample_weight")
@@ -45,6 +45,7 @@ def patch(patches: Patches, batch_norm: str) -> None:
     patches.wrap(keras.Variable, "assign", _of_rows_that_count)
     patches.wrap(tf.GradientTape, "gradient", _of_sums_over_ranks)
     patches.wrap_draws(_drawn_for_all, _dropout_of_all, _categorical_of_all)
+    patches.wrap(tf, "shape", _shape_with_layout)
     if batch_norm == "global":
         patches.wrap_moments(_moments_of_all)
 
@@ -365,6 +366,18 @@ def _categorical_of_all(categorical: Any) -> Any:
     return categorical_of_all
 
 
+def _shape_with_layout(shape: Any) -> Any:
+    """Let shapes be known as those of their tensors: static ones are constants of the graph."""
+
+    def shape_with_layout(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        result = shape(tensor, *args, **kwargs)
+        if shares.current() is not None and isinstance(tensor, tf.Tensor):
+            note_shape(result, tensor)
+        return result
+
+    return shape_with_layout
+
+
 @dataclass(frozen=True)
 class _Draw:
     """A draw for the whole batch: its shape, and which of its rows are this rank's."""
@@ -376,9 +389,9 @@ class _Draw:
 def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
     """Return the draw of the whole batch for a shape; None if it does not begin with rows of it.
 
-    A static shape does if it has as many rows as this rank. It may have k times as many if it is
-    known to be that of a tensor: `tf.shape` is one itself, and `source` may be a tensor of that
-    shape. The k rows of a sample follow each other or not, as `block_layout` tells.
+    A static shape does if it has as many rows as this rank, or k times as many if it is seen how
+    they were made: `source` is `tf.shape` of a tensor, or a tensor of that shape. The k rows of a
+    sample follow each other or not, as `block_layout` tells.
     """
     share = shares.current()
     length = shape.shape[0] if tf.is_tensor(shape) else len(shape)
@@ -389,7 +402,7 @@ def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
     if first is not None:
         if not isinstance(share.computed, int) or first % share.computed:
             return None
-        if first != share.computed and not tf.is_tensor(shape) and layout is None:
+        if first != share.computed and layout is None:
             return None
     if source is not shape:
         shape = tf.shape(source)
