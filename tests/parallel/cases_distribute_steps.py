@@ -427,68 +427,51 @@ def sequence_model(*hidden, units=2, shape=(6, 5), loss="mse", metrics=()):
     return model
 
 
-def few_rows(model, x, y, **options):
-    """Train, test and predict with one and with two rows."""
-    found = []
-    for n in (1, 2):
-        weights = {key: value[:n] for key, value in options.items()}
-        history = model.fit(x[:n], y[:n], epochs=2, verbose=0, **weights)
-        found += results(model, history)
-        tested = model.evaluate(x[:n], y[:n], verbose=0, return_dict=True, **weights)
-        found += [np.array(value) for value in tested.values()]
-        found.append(model.predict(x[:n], verbose=0))
-        on_batch = model.train_on_batch(x[:n], y[:n], return_dict=True, **weights)
-        found += [np.array(value) for value in on_batch.values()]
-    return found
+def few_rows(model, *arrays):
+    """Train, test and predict with batches of two rows and of one."""
+    batches = tf.data.Dataset.from_tensor_slices(arrays).batch(2)
+    found = results(model, model.fit(batches, epochs=2, verbose=0))
+    tested = model.evaluate(batches, verbose=0, return_dict=True)
+    found += [np.array(value) for value in tested.values()]
+    return [*found, model.predict(arrays[0], batch_size=2, verbose=0)]
 
 
-@sizes(2, 3, timeout_s=300)
+@sizes(2, 3, timeout_s=240)
 def case_ranks_without_rows():
-    x = np.random.default_rng(1).normal(size=(2, 6, 5))
-    y = np.random.default_rng(2).integers(0, 2, (2, 2)).astype("float64")
+    """Layers and losses that need a row, statistics, metrics, and numbers of a single batch."""
+    x = np.random.default_rng(1).normal(size=(3, 6, 5))
+    y = np.random.default_rng(2).integers(0, 2, (3, 2)).astype("float64")
     k = keras.metrics
-    counting = (
-        "accuracy",
-        k.AUC(name="auc"),
-        k.F1Score(name="f1"),
-        k.MeanIoU(2, name="iou", sparse_y_pred=True),
-        k.R2Score(name="r2"),
-        Stateful(largest),
-        Stateful(added),
-    )
+    k_metrics = "accuracy", k.AUC(name="auc"), k.F1Score(name="f1"), k.R2Score(name="r2")
 
     def recurrent():
-        return few_rows(sequence_model(layers.LSTM(3), metrics=counting[:3]), x, y)
+        return few_rows(sequence_model(layers.LSTM(3), metrics=k_metrics), x, y)
 
     def normalised():
         hidden = layers.Conv1D(3, 2), layers.BatchNormalization(), layers.Flatten()
-        bidirectional = layers.Bidirectional(layers.GRU(2, return_sequences=True))
-        model = sequence_model(bidirectional, *hidden, layers.Dropout(0.3), metrics=counting[4:])
-        return few_rows(model, x, y, sample_weight=np.array([0.5, 2.0]))
+        metrics = Stateful(largest), Stateful(added)
+        model = sequence_model(*hidden, layers.Dropout(0.3), metrics=metrics)
+        found = few_rows(model, x, y, np.array([0.5, 2.0, 1.0]))
+        for rows in (slice(1), slice(1, 3)):
+            logs = model.train_on_batch(x[rows], y[rows], return_dict=True)
+            found += [np.array(value) for value in logs.values()]
+        return found
 
     def masked():
-        embedded = layers.Embedding(9, 4, mask_zero=True)
+        hidden = layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")
         loss = keras.losses.MeanSquaredError(reduction="sum")
-        model = sequence_model(embedded, layers.SimpleRNN(3), shape=(6,), loss=loss)
-        return few_rows(model, np.array([[3, 4, 4, 0, 0, 0], [1, 2, 0, 0, 0, 0]]), y)
+        embedded = layers.Embedding(9, 4, mask_zero=True)
+        model = sequence_model(embedded, layers.SimpleRNN(3), hidden, shape=(6,), loss=loss)
+        return few_rows(model, np.array([[3, 4, 4, 0, 0, 0], [1, 2, 0, 0, 0, 0], [5] * 6]), y)
 
     def overlap():
-        hidden = layers.MultiHeadAttention(1, 2), layers.Flatten()
-        inputs = keras.Input((6, 5))
-        outputs = layers.Dense(2, "sigmoid")(hidden[1](hidden[0](inputs, inputs)))
-        model = keras.Model(inputs, outputs)
-        model.compile("adam", keras.losses.Dice())
-        return few_rows(model, x, y)
+        return few_rows(sequence_model(layers.Flatten(), loss=keras.losses.Dice()), x, y)
 
     def aligned():
         model = keras.Sequential([keras.Input((6, 5)), layers.Dense(4)])
-        model.compile("adam", keras.losses.CTC(), metrics=[])
-        return few_rows(model, x, np.array([[1, 2, 0], [3, 0, 0]]))
-
-    def regularised():
-        dense_layer = layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")
-        return few_rows(sequence_model(layers.Flatten(), dense_layer), x, y)
+        model.compile("adam", keras.losses.CTC())
+        return few_rows(model, x, np.array([[1, 2, 0], [3, 0, 0], [1, 1, 2]]))
 
     with float64():
-        for train in (recurrent, normalised, masked, overlap, aligned, regularised):
+        for train in (recurrent, normalised, masked, overlap, aligned):
             require_equal_runs(train)

@@ -252,7 +252,9 @@ def _note(watch: _Watch, metric: Any, graph: tf.Graph | None, first_op: int) -> 
         changes = ["other"] * len(variables)
     else:
         changes = changes_of(graph, first_op, [raw_variable(v) for v in variables])
-    _, before = watch.changes.get(id(metric), (metric, ["none"] * len(variables)))
+    _, before = watch.changes.get(id(metric), (metric, []))
+    if len(before) != len(variables):  # never seen before, or without some of its variables
+        before = ["none"] * len(variables)
     both = list(zip(before, changes, strict=True))
     changes = [
         new if old == "none" else old if new in ("none", old) else "other" for old, new in both
