@@ -40,7 +40,7 @@ Metrics = list[keras.metrics.Metric]
 
 @dataclass
 class _Watch:
-    """What has been seen of the metrics of a model."""
+    """Observations of the metrics of a model."""
 
     # By name of the step: the keys that it returns, with the metrics that made the values.
     returned: dict[str, dict[str, Source | None]] = field(default_factory=dict)
