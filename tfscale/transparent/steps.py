@@ -369,8 +369,9 @@ def _categorical_of_all(categorical: Any) -> Any:
 def _shape_with_layout(shape: Any) -> Any:
     """Let shapes be known as those of their tensors: static ones are constants of the graph."""
 
-    def shape_with_layout(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        result = shape(tensor, *args, **kwargs)
+    def shape_with_layout(*args: Any, **kwargs: Any) -> Any:
+        result = shape(*args, **kwargs)
+        tensor = args[0] if args else kwargs.get("input")
         if shares.current() is not None and isinstance(tensor, tf.Tensor):
             note_shape(result, tensor)
         return result
