@@ -441,11 +441,11 @@ def case_ranks_without_rows():
     """Layers and losses that need a row, statistics, metrics, and numbers of a single batch."""
     x = np.random.default_rng(1).normal(size=(3, 6, 5))
     y = np.random.default_rng(2).integers(0, 2, (3, 2)).astype("float64")
-    k = keras.metrics
-    k_metrics = "accuracy", k.AUC(name="auc"), k.F1Score(name="f1"), k.R2Score(name="r2")
 
     def recurrent():
-        return few_rows(sequence_model(layers.LSTM(3), metrics=k_metrics), x, y)
+        kinds = keras.metrics.AUC, keras.metrics.F1Score, keras.metrics.R2Score
+        model = sequence_model(layers.LSTM(3), metrics=["accuracy", *(kind() for kind in kinds)])
+        return few_rows(model, x, y)
 
     def normalised():
         hidden = layers.Conv1D(3, 2), layers.BatchNormalization(), layers.Flatten()
