@@ -112,7 +112,7 @@ DIRECT = {
     "internals/keras": "unit/test_checkpoint_state",
     "internals/optimizers": "unit/test_optimizer_settings",
     "internals/stack": "unit/test_checkpoint",
-    "internals/trace": "unit/test_chunks unit/test_futures",
+    "internals/trace": "unit/test_chunks unit/test_futures unit/test_metric_updates",
     "optimizer/distributed": "unit/test_optimizer",
     "optimizer/saving": "parallel/cases_distribute parallel/cases_saving"
     " parallel/cases_sharded_saving"
@@ -332,6 +332,7 @@ def test_weak_dictionaries_of_modules_stand_in_a_list():
         if match not in ("from", "import", "class", "def")
     }
     assert found == {
+        ("tfscale/fit/metric_updates.py", "_watches"),
         ("tfscale/fit/session.py", "_sessions"),
         ("tfscale/internals/trace.py", "_contexts"),
     }

@@ -21,7 +21,7 @@ from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for
-from tfscale.internals.keras import replace_train_step, steps_until
+from tfscale.internals.keras import replace_step, steps_until
 from tfscale.internals.trace import run_either
 from tfscale.internals.traits import Traits
 from tfscale.optimizer.distributed import accumulators, distributed_optimizers
@@ -251,8 +251,8 @@ def keep_finite(model: keras.Model) -> None:
     what they were before the step. The check costs two small ops per variable, and no copies. The
     step of the compiled model is wrapped once, and traced again.
     """
-    if _skips(model) and not isinstance(model.train_step, _FiniteStep):
-        replace_train_step(model, _FiniteStep(model))
+    if _skips(model) and not getattr(model.train_step, "keeps_finite", False):
+        replace_step(model, "train_step", _FiniteStep(model))
 
 
 class _FiniteStep:
@@ -260,6 +260,7 @@ class _FiniteStep:
 
     def __init__(self, model: keras.Model) -> None:
         self._model, self._step = model, model.train_step
+        self.keeps_finite = True  # functions that wrap this one have the attribute, too
 
     def __call__(self, data: Any) -> Any:
         if not _skips(self._model):  # it was compiled with another optimizer since

@@ -9,10 +9,11 @@ import keras
 import numpy as np
 
 from tfscale.callbacks.base import Callback
-from tfscale.checkpoints.variables import metric_states, metrics_of
+from tfscale.checkpoints.variables import metric_states
 from tfscale.comm import collectives, objects, runtime
 from tfscale.config import ExchangeError
 from tfscale.exchange.batch_shares import weight_of_last_batch
+from tfscale.fit.metric_updates import Source, flat_items, sources_of, watch
 from tfscale.fit.session import running_session
 from tfscale.internals.keras import give_back_results, replace_results
 
@@ -25,10 +26,13 @@ class MetricAverageCallback(Callback):
 
     The states of metrics are reduced over ranks and the results recomputed, so that accuracy,
     AUC, precision and loss are those of one process that sees all samples, whatever the number of
-    samples per rank. States are summed; a metric whose states must be reduced differently has an
-    attribute `tfscale_reduce`, one of `"mean"`, `"max"` and `"min"`. A metric's result may have
-    another name in the logs. Numbers that do not come from a metric are averaged, with equal
-    weights of the ranks, or under `tfscale.distribute` with those of their rows in the last batch.
+    samples per rank. States that an update adds to are summed. Of states that an update compares
+    with the largest or smallest of its values the ranks' largest or smallest is taken. A metric of
+    your own that changes its states otherwise must have an attribute `tfscale_reduce`: `"sum"`,
+    `"mean"`, `"max"`, `"min"`, or a dict of these by names of variables. A `train_step` may return
+    `metric.result()` under another name. Numbers that are no metric's result, such as a result that
+    the step has changed, are averaged, with equal weights of the ranks, or under
+    `tfscale.distribute` with those of their rows in the last batch.
 
     One kind of state is not weighted by samples: the losses of single outputs, which Keras shows
     for models with several outputs, count each batch alike unless its size is known beforehand
@@ -46,6 +50,8 @@ class MetricAverageCallback(Callback):
         device: Ignored; kept for scripts written for Horovod.
 
     Raises:
+        ConfigError: In the first step, on all ranks, if it cannot be told how the states of a
+            metric are reduced; or its `tfscale_reduce` is invalid.
         ExchangeError: At the end of an epoch, on all ranks, if a key is missing on some of them.
     """
 
@@ -61,6 +67,7 @@ class MetricAverageCallback(Callback):
         super().set_model(model)
         self._is_fitting = False
         give_back_results(model)
+        watch(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget the logs of an earlier `fit`."""
@@ -81,7 +88,7 @@ class MetricAverageCallback(Callback):
             return
         if self._is_fitting:
             # The model resets its metrics next.
-            self._snapshots.setdefault("", _Snapshot.of(self.model))
+            self._snapshots.setdefault("", _Snapshot.of(self.model, "train_step"))
         if not self._is_fitting or self.averages_validation:
             around = running_session()
             if around is None or not around.is_void:  # no rank would answer there
@@ -91,7 +98,7 @@ class MetricAverageCallback(Callback):
         """Save the validation states."""
         super().on_test_end(logs)
         if runtime.size() > 1 and self._is_fitting:
-            self._snapshots[VALIDATION] = _Snapshot.of(self.model)
+            self._snapshots[VALIDATION] = _Snapshot.of(self.model, "test_step")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace this rank's metrics in the logs by those of all ranks together."""
@@ -102,7 +109,7 @@ class MetricAverageCallback(Callback):
         if self.is_void:
             logs.update(self._epoch_logs)
             return
-        self._snapshots.setdefault("", _Snapshot.of(self.model))
+        self._snapshots.setdefault("", _Snapshot.of(self.model, "train_step"))
         _average_logs(self.model, logs, self._snapshots)
         self._epoch_logs = dict(logs)
 
@@ -118,39 +125,41 @@ class MetricAverageCallback(Callback):
         model = self.model
 
         def of_all_ranks(results: Any) -> dict[str, Any]:
-            return metrics_of_all_ranks(model, results)
+            return metrics_of_all_ranks(model, results, "test_step")
 
         replace_results(model, of_all_ranks)
 
 
-def metrics_of_all_ranks(model: keras.Model, results: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of a step over the rows of all ranks, given this rank's. Collective."""
+def metrics_of_all_ranks(
+    model: keras.Model, results: dict[str, Any], step: str, is_direct: bool = False
+) -> dict[str, Any]:
+    """Return the results of a step over the rows of all ranks, given this rank's. Collective.
+
+    `is_direct` is for results that are those of the step itself, as of `train_on_batch`.
+    """
     logs = _scalars(results)
-    _average_logs(model, logs, {"": _Snapshot.of(model)})
+    _average_logs(model, logs, {"": _Snapshot.of(model, step, is_direct)})
     return logs
 
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
-    """States and results of a model's metrics at one moment on this rank."""
+    """States of a model's metrics at one moment on this rank, and what the logs show of them."""
 
     states: list[tuple[keras.Variable, str, str]]  # of all metrics: variable, reduction, label
     values: list[np.ndarray]  # of the variables, as float64
-    results: dict[str, Any]  # by key of the logs
-    stateless: frozenset[str]  # names of metrics without variables
+    sources: dict[str, Source]  # metrics that made values of the logs, by key
     weight: float  # of this rank's last batch in a mean over ranks
 
     @classmethod
-    def of(cls, model: keras.Model) -> _Snapshot:
+    def of(cls, model: keras.Model, step: str, is_direct: bool = False) -> _Snapshot:
         """Copy the states of all metrics of a model; the metrics are left as they are."""
         states = metric_states(model)
         values = [np.asarray(variable.numpy(), np.float64) for variable, _, _ in states]
-        stateless = frozenset(m.name for m in metrics_of(model) if not m.variables)
-        results = _scalars(model.get_metrics_result())
-        return cls(states, values, results, stateless, weight_of_last_batch())
+        return cls(states, values, sources_of(model, step, is_direct), weight_of_last_batch())
 
-    def reduced_results(self, model: keras.Model) -> dict[str, Any]:
-        """Return the results over all ranks' data; the metrics stay as they are. Collective."""
+    def reduced_results(self) -> dict[str, Any]:
+        """Return results over all ranks' data, by key; the metrics stay as they are. Collective."""
         mapping = []
         for mode, op in REDUCE.items():
             pairs = zip(self.states, self.values, strict=True)
@@ -161,7 +170,12 @@ class _Snapshot:
                 dtype = keras.backend.standardize_dtype(variable.dtype)
                 mapping.append((variable, np.asarray(value).astype(dtype)))
         with keras.StatelessScope(state_mapping=mapping):
-            return _scalars(model.get_metrics_result())
+            return _scalars({key: _result_of(*source) for key, source in self.sources.items()})
+
+
+def _result_of(metric: keras.metrics.Metric, part: str | None) -> Any:
+    result = metric.result()
+    return result if part is None else dict(flat_items(result))[part]
 
 
 def _average_logs(
@@ -180,7 +194,6 @@ def _average_logs(
     mine = {
         "keys": {key: _kind(key, value, snapshots) for key, value in logs.items()},
         "numbers": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
-        "equal": {key: _equal_results(value, snapshots) for key, value in logs.items()},
         "weights": {prefix: taken.weight for prefix, taken in snapshots.items()},
         "states": {f"{p}{label}" for p, taken in snapshots.items() for *_, label in taken.states},
     }
@@ -190,7 +203,7 @@ def _average_logs(
     results = {
         prefix + key: value
         for prefix, snapshot in sorted(snapshots.items())
-        for key, value in snapshot.reduced_results(model).items()
+        for key, value in snapshot.reduced_results().items()
     }
     for key in logs:
         kinds = {item["keys"][key] for item in every}
@@ -198,11 +211,6 @@ def _average_logs(
             logs[key] = results[key]
         elif "other" not in kinds:
             numbers = [item["numbers"][key] for item in every]
-            # A train_step may return a metric's result under another name.
-            named = set.intersection(*(item["equal"][key] for item in every))
-            if named and len(set(numbers)) > 1:
-                logs[key] = results[min(named)]
-                continue
             prefix = VALIDATION if key.startswith(VALIDATION) and VALIDATION in snapshots else ""
             logs[key] = mean(numbers, [item["weights"][prefix] for item in every])
 
@@ -214,38 +222,11 @@ def _is_number(value: Any) -> bool:
 
 def _kind(key: str, value: Any, snapshots: dict[str, _Snapshot]) -> str:
     """Return the kind of a value of the logs: "metric", "number" or "other"."""
-    is_number = isinstance(value, (int, float))
-    if not is_number and not (np.ndim(value) and _is_number(value)):
+    if not _is_number(value):
         return "other"
-    for prefix, snapshot in snapshots.items():
-        name = key.removeprefix(prefix)
-        is_stateless = any(name == s or name.endswith(f"_{s}") for s in snapshot.stateless)
-        if not key.startswith(prefix) or name not in snapshot.results or is_stateless:
-            continue
-        # A metric that returns its variable unchanged (keras.metrics.Sum) shows the value of
-        # validation under the key of training, as Keras keeps a tensor that shares the buffer.
-        if any(_is_close(value, taken.results.get(name)) for taken in snapshots.values()):
-            return "metric"
-    return "number" if is_number else "other"
-
-
-def _equal_results(value: Any, snapshots: dict[str, _Snapshot]) -> set[str]:
-    """Return the keys of the results of metrics that a number equals."""
-    if not isinstance(value, (int, float)):
-        return set()
-    return {
-        prefix + name
-        for prefix, taken in snapshots.items()
-        for name, result in taken.results.items()
-        if name not in taken.stateless and _is_close(value, result)
-    }
-
-
-def _is_close(value: Any, result: Any) -> bool:
-    """Return whether a value of the logs equals the result of a metric, up to rounding."""
-    if result is None or np.shape(value) != np.shape(result) or not _is_number(result):
-        return False
-    return bool(np.allclose(value, result, rtol=1e-5, equal_nan=True))
+    if any(key == prefix + name for prefix, taken in snapshots.items() for name in taken.sources):
+        return "metric"
+    return "number" if isinstance(value, (int, float)) else "other"
 
 
 def mean(numbers: list[float], weights: list[float] | None = None) -> float:
@@ -276,10 +257,7 @@ def _require_equal(what: str, names: list[set[str]]) -> None:
 def _scalars(results: dict[str, Any]) -> dict[str, Any]:
     """Convert results as Keras converts logs: nested dicts flattened, numbers as float."""
     flat: dict[str, Any] = {}
-    for key, value in results.items():
-        if isinstance(value, dict):
-            flat.update(_scalars(value))
-            continue
+    for key, value in flat_items(results):
         array = np.asarray(value)
         flat[key] = float(array) if array.size == 1 else array
     return flat

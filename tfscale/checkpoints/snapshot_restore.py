@@ -399,11 +399,12 @@ class Restore:
 
     def restore_metrics(self) -> None:
         """Restore the metrics of an interrupted epoch, once their variables exist."""
-        states = metric_states(self._model)
-        if self._reader.info["metrics"] != [[mode, list(v.shape)] for v, mode, _ in states]:
+        states, saved = metric_states(self._model), self._reader.info["metrics"]
+        if [shape for _, shape in saved] != [list(v.shape) for v, _, _ in states]:
             logger.warning("The metrics are others than before: they begin again in this epoch.")
             return
-        for i, (variable, mode, _) in enumerate(states):
+        # How they are reduced may be known only after the first step.
+        for i, ((variable, _, _), (mode, _)) in enumerate(zip(states, saved, strict=True)):
             variable.assign(self._own_or_share(f"metric/{i}", mode))
 
     def _assign_mean(self, variable: Any, ranks: Sequence[int], name: str) -> None:

@@ -10,8 +10,8 @@ import keras
 
 from tfscale.comm import runtime
 from tfscale.comm.runtime import global_process_set
-from tfscale.config import ConfigError
 from tfscale.fit import adapted_layers
+from tfscale.fit.metric_updates import metrics_of, reductions_of
 from tfscale.internals.keras import layers_of, seeds_of, state_of, weights_of
 from tfscale.internals.optimizers import (
     gradient_sums,
@@ -21,8 +21,6 @@ from tfscale.internals.optimizers import (
     update_rule,
 )
 from tfscale.optimizer.distributed import distributed_of, distributed_optimizers
-
-REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks
 
 
 def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
@@ -103,25 +101,10 @@ def metric_states(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
     """Return each state variable of the metrics, its reduction over ranks, and its label."""
     states: dict[int, tuple[keras.Variable, str, str]] = {}
     for metric in metrics_of(model):
-        mode = getattr(metric, "tfscale_reduce", "sum")
-        if mode not in REDUCTIONS:
-            raise ConfigError(
-                f"tfscale_reduce of a metric must be one of {', '.join(map(repr, REDUCTIONS))}. "
-                f"Received: {mode!r} for metric {metric.name!r}. Leave it out for states that add."
-            )
-        for variable in metric.variables:
+        for variable, mode in zip(metric.variables, reductions_of(model, metric), strict=True):
             label = f"{metric.name}/{variable.name}{tuple(variable.shape)} {mode}"
             states.setdefault(id(variable), (variable, mode, label))
     return list(states.values())
-
-
-def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Return the metrics of a model, including those inside the metric that compile() makes."""
-    found: list[keras.metrics.Metric] = []
-    for metric in model.metrics:
-        parts = getattr(metric, "metrics", None)
-        found.extend(parts if isinstance(parts, list) else [metric])
-    return found
 
 
 @dataclass(frozen=True)

@@ -22,32 +22,38 @@ from tfscale.comm import runtime
 class Share:
     """This rank's rows of one global batch: integers, or tensors where the length is not static.
 
+    A rank without rows computes row 0 of the batch, as layers and losses need a row. It counts
+    nowhere: not in gradients, metrics, statistics, sums over ranks and predictions.
+
     Attributes:
         start: First row.
-        rows: Number of rows, 0 or more.
+        rows: Number of rows that count, 0 or more.
         total: Rows of the global batch.
+        computed: Number of rows that this rank computes, 1 or more.
     """
 
     start: Any
     rows: Any
     total: Any
+    computed: Any
 
     @property
     def is_even(self) -> bool:
         """Whether all ranks are known to have equally many rows."""
         return isinstance(self.total, int) and self.total % runtime.size() == 0
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether this rank has no rows, or that is known only when the step runs."""
+        return not (isinstance(self.rows, int) and self.rows > 0)
+
+    def counted(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return rows that this rank has computed, or none if they do not count."""
+        return rows[: tf.where(self.rows > 0, tf.shape(rows)[0], 0)] if self.may_be_empty else rows
+
     def weight(self, dtype: Any) -> tf.Tensor:
         """Return rows / (total / size), the weight of this rank's mean in the mean over ranks."""
         return tf.cast(self.rows, dtype) * runtime.size() / tf.cast(self.total, dtype)
-
-    def cut(self, rows: tf.Tensor) -> tf.Tensor:
-        """Return this rank's part of rows, one or several for each row of the global batch."""
-        length = rows.shape[0]
-        if length is None:
-            length = tf.shape(rows)[0]
-        per_row = length // self.total
-        return rows[self.start * per_row : (self.start + self.rows) * per_row]
 
 
 _are_used = False
@@ -64,7 +70,7 @@ def are_used() -> bool:
     return _are_used
 
 
-_entered: list[Share] = []  # of the steps being traced or run, innermost last
+_entered: list[Share | None] = []  # of the steps being traced or run, innermost last
 _last_weight: tf.Variable | None = None  # of the batch of the last step that ran
 
 
@@ -88,8 +94,8 @@ def current() -> Share | None:
 
 
 @contextlib.contextmanager
-def entering(share: Share) -> Iterator[None]:
-    """Make a share the current one within a block."""
+def entering(share: Share | None) -> Iterator[None]:
+    """Make a share the current one within a block; None leaves a step within it."""
     _entered.append(share)
     try:
         yield
@@ -110,20 +116,24 @@ def share_of(batch: Any) -> Share | None:
     total = tf.shape(first)[0] if total is None else int(total)
     n_ranks, rank = runtime.size(), runtime.rank()
     share, longer = total // n_ranks, total % n_ranks
-    lower = min if isinstance(total, int) else tf.minimum
-    more = int(rank < longer) if isinstance(total, int) else tf.cast(rank < longer, tf.int32)
-    return Share(rank * share + lower(rank, longer), share + more, total)
+    is_static = isinstance(total, int)
+    lower, higher = (min, max) if is_static else (tf.minimum, tf.maximum)
+    more = int(rank < longer) if is_static else tf.cast(rank < longer, tf.int32)
+    rows = share + more
+    # 0 if there are no rows: rank * share is 0 then, and `longer` the number of all.
+    start = (rank * share + lower(rank, longer)) * lower(rows, 1)
+    return Share(start, rows, total, higher(rows, 1))
 
 
 def cut(batch: Any, share: Share) -> Any:
-    """Return this rank's rows of all tensors of a batch; other values are unchanged."""
+    """Return the rows that this rank computes of all tensors of a batch; others are unchanged."""
 
     def rows_of(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
         if isinstance(leaf, tf.SparseTensor):
             begin = [share.start] + [0] * (leaf.shape.rank - 1)
-            size = tf.concat([[share.rows], tf.shape(leaf, tf.int32)[1:]], 0)
+            size = tf.concat([[share.computed], tf.shape(leaf, tf.int32)[1:]], 0)
             return tf.sparse.slice(leaf, begin, tf.cast(size, tf.int64))
         if not isinstance(share.total, int) and isinstance(leaf, tf.Tensor):
             length = tf.debugging.assert_equal(tf.shape(leaf)[0], share.total, _UNEQUAL)
@@ -131,7 +141,7 @@ def cut(batch: Any, share: Share) -> Any:
                 leaf = tf.identity(leaf)
         elif leaf.shape[0] not in (None, share.total):
             raise ValueError(f"{_UNEQUAL} Received: {leaf.shape[0]} and {share.total} rows.")
-        return leaf[share.start : share.start + share.rows]
+        return leaf[share.start : share.start + share.computed]
 
     return keras.tree.map_structure(rows_of, batch)
 

@@ -65,8 +65,8 @@ def global_moments(
     """Return mean and variance of all ranks' inputs of a BatchNormalization, given the local ones.
 
     `weight` is that with which this rank's gradients will be multiplied: those that other ranks
-    send must have their ranks' weights instead. Collective, where the process set has several
-    ranks.
+    send must have their ranks' weights instead. Inputs of weight 0 do not count. Collective, where
+    the process set has several ranks.
     """
     group = process_set.group()
     if group.size == 1 or group.rank < 0:
@@ -74,6 +74,8 @@ def global_moments(
     mean, variance = local
     wide = tf.float64 if mean.dtype == tf.float64 else tf.float32
     count = tf.cast(_n_samples(layer, inputs, mask), wide)
+    if weight is not None:
+        count = tf.where(weight > 0, count, tf.zeros_like(count))
     # Without a sample the mean is NaN, which weight zero would not remove.
     mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
     flat = [tf.reshape(tf.cast(x, wide), [-1]) for x in (mean, variance, count)]

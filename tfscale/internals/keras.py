@@ -224,16 +224,29 @@ def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: ty
     model.make_train_function = make_wrapped
 
 
-def replace_train_step(model: keras.Model, step: Callable[[Any], Any]) -> None:
-    """Replace a model's `train_step`, in functions that are traced from now on."""
-    model.__dict__["train_step"] = step
-    model.train_function = None
+def replace_step(model: keras.Model, name: str, step: Callable[[Any], Any]) -> None:
+    """Replace a model's `train_step` or `test_step`; a function made before is traced again."""
+    model.__dict__[name] = step
+    function = name.replace("_step", "_function")
+    if getattr(model, function) is not None:  # a `fit` may be using it
+        getattr(model, f"make_{function}")(force=True)
 
 
 def wrap_once(model: keras.Model, name: str, wrap: Callable[[Any], Any]) -> None:
     """Wrap a method of one model (`save`, `save_weights`, `export`), unless already wrapped."""
     if name not in vars(model):
         model.__dict__[name] = wrap(getattr(model, name))
+
+
+def replace_methods(thing: Any, **methods: Callable[..., Any]) -> None:
+    """Replace methods of one model or metric."""
+    vars(thing).update(methods)
+
+
+def restore_methods(thing: Any, *names: str) -> None:
+    """Let methods of one model or metric be those of its class again."""
+    for name in names:
+        vars(thing).pop(name, None)
 
 
 def replaced_call(layer: keras.layers.Layer) -> Any:

@@ -1,6 +1,7 @@
 """Traced functions: data attached to their graphs, and private TensorFlow names to inspect them.
 
-Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `ControlFlowFuncGraph`,
+Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `FuncGraph.capture`,
+`ControlFlowFuncGraph`,
 `control_flow_util.GraphOrParentsInXlaContext`, `FunctionCache`, `polymorphic_function.Function`
 (`_function_cache`, `_lock`, `_created_variables`, `_variable_creation_config`,
 `_no_variable_creation_config`), `Tensor._handle_data`.
@@ -31,6 +32,8 @@ class TraceContext:
     # Gradients computed by the calls of dense layers: name of the tensor to `id` of the weight.
     # Names, because tensors would keep their graph alive.
     made: dict[str, int] = field(default_factory=dict)
+    # How tensors came to have several rows for each sample, by name: see `block_layout`.
+    layouts: dict[str, str | None] = field(default_factory=dict)
 
 
 _contexts: weakref.WeakKeyDictionary[tf.Graph, TraceContext] = weakref.WeakKeyDictionary()
@@ -81,6 +84,195 @@ def run_either(condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], N
         return tf.constant(0)
 
     tf.cond(condition, lambda: branch(yes), lambda: branch(no))
+
+
+# How tensors of a function were made.
+
+
+def joins_scalars(values: tf.Tensor) -> bool:
+    """Return whether a tensor was made of numbers, such as losses; False of an eager tensor."""
+    if hasattr(values, "numpy"):
+        return False
+    waiting = [values]
+    seen: set[str] = set()
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.op.type == "Pack" and tensor.op.inputs[0].shape.rank == 0:
+            return True
+        # Ops whose result has the same values, changed one by one.
+        same = [item for item in tensor.op.inputs if item.shape == tensor.shape]
+        waiting.extend(item for item in same if item.name not in seen)
+        seen.update(item.name for item in same)
+    return False
+
+
+def block_layout(values: tf.Tensor) -> str | None:
+    """Return how a tensor, or one of which this is the shape, came to have k rows for each sample.
+
+    Returns:
+        "blocks" if rows of the batch were joined, as by `concat([fake, real], 0)` and `tile`;
+        "repeated" if several rows follow each other for one sample, as after `repeat`, or where a
+        reshape merged the first two axes; None if neither is seen, and of an eager tensor.
+    """
+    if hasattr(values, "numpy"):
+        return None
+    known = context_of(values.graph).layouts
+    waiting = [values]
+    while waiting:
+        tensor = waiting[-1]
+        if tensor.name not in known:
+            layout = _layout_made_by(tensor)
+            known[tensor.name] = layout  # also where the graph has a circle
+            if layout is None:
+                waiting.extend(item for item in tensor.op.inputs if item.name not in known)
+            continue
+        waiting.pop()
+        if known[tensor.name] is None:
+            of_inputs = {known.get(item.name) for item in tensor.op.inputs}
+            found = [layout for layout in ("blocks", "repeated") if layout in of_inputs]
+            known[tensor.name] = found[0] if found else None
+    return known[values.name]
+
+
+def note_shape(shape: tf.Tensor, tensor: tf.Tensor) -> None:
+    """Note that one tensor is the shape of another, which a constant does not tell."""
+    if not hasattr(shape, "numpy") and not hasattr(tensor, "numpy"):
+        layout = block_layout(tensor)
+        if layout is not None:
+            context_of(shape.graph).layouts[shape.name] = layout
+
+
+def _layout_made_by(tensor: tf.Tensor) -> str | None:
+    op, rank = tensor.op, tensor.shape.rank
+    if not rank or (rank == 1 and tensor.dtype.is_integer):  # numbers and shapes
+        return None
+    if op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) in (0, -rank):
+        return "blocks"
+    if op.type == "Tile":
+        multiples = tf.get_static_value(op.inputs[1], partial=True)
+        return None if multiples is not None and multiples[0] == 1 else "blocks"
+    if op.type == "Reshape":
+        before = op.inputs[0].shape
+        is_merged = before.rank == rank + 1 and tuple(before[2:]) == tuple(tensor.shape[1:])
+        return "repeated" if is_merged else None
+    return None
+
+
+# How a function changes variables.
+
+_SAME = ("Identity", "StopGradient", "EnsureShape", "Reshape", "Squeeze", "CheckNumerics")
+_ADDED = {"AssignAddVariableOp", "AssignSubVariableOp", "ResourceScatterAdd", "ResourceScatterSub"}
+# Ops on a variable that do not change it.
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+
+
+def probe(update: Callable[..., Any], args: Any, kwargs: Any) -> tf.Graph:
+    """Return the graph of a call that is traced, and not run, with tensors like those given."""
+    graph = FuncGraph("probe")
+    with graph.as_default():
+
+        def placeholder(value: Any) -> Any:
+            if not tf.is_tensor(value):
+                return value
+            return tf.compat.v1.placeholder(value.dtype, value.shape)
+
+        args, kwargs = tf.nest.map_structure(placeholder, (args, kwargs))
+        update(*args, **kwargs)
+    return graph
+
+
+def changes_of(graph: tf.Graph, first_op: int, variables: Sequence[Any]) -> list[str]:
+    """Return how the ops of a function change each of some variables, from one op on.
+
+    Returns:
+        For each variable "sum", if amounts are added that depend on none of the variables; "max" or
+        "min", if the variable is compared with the largest or smallest of values that do not
+        depend on them; "none" without a change; "other" for all else.
+    """
+    ops = graph.get_operations()[first_op:]
+    handles = [graph.capture(variable.handle).name for variable in variables]
+    return [_change_of(ops, handle, set(handles)) for handle in handles]
+
+
+def _change_of(ops: Sequence[tf.Operation], handle: str, handles: set[str]) -> str:
+    changes = set()
+    dependent: dict[str, bool] = {}
+
+    def depends(tensor: tf.Tensor) -> bool:
+        """Return whether a tensor depends on one of the variables."""
+        waiting = [tensor]
+        seen = set()
+        while waiting:
+            each = waiting.pop()
+            if each.name in seen or dependent.get(each.name) is False:
+                continue
+            seen.add(each.name)
+            if each.name in handles or dependent.get(each.name):
+                dependent[tensor.name] = True
+                return True
+            waiting.extend(each.op.inputs)
+        dependent.update(dict.fromkeys(seen, False))
+        return False
+
+    def is_same(op: tf.Operation) -> bool:
+        """Return whether an op returns its first input, except for its shape and precision."""
+        if op.type != "Cast":
+            return op.type in _SAME
+        kinds = op.inputs[0].dtype, op.outputs[0].dtype
+        return kinds[1].is_floating or all(kind.is_integer for kind in kinds)
+
+    def is_extreme(tensor: tf.Tensor, kind: str) -> bool:
+        """Return whether a tensor is the largest or smallest value along the first axis."""
+        while is_same(tensor.op):
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type != kind:
+            return False
+        axes = tf.get_static_value(tensor.op.inputs[1])
+        rank = tensor.op.inputs[0].shape.rank
+        return axes is not None and (0 in axes.ravel() or (rank and -rank in axes.ravel()))
+
+    def of(tensor: tf.Tensor) -> str:
+        """Return the change by assigning a tensor: that of the variable's value is "none"."""
+        op = tensor.op
+        inputs = list(op.inputs)
+        if op.type == "ReadVariableOp" and inputs[0].name == handle:
+            return "none"
+        if is_same(op):
+            return of(inputs[0])
+        if op.type in ("AddV2", "Add", "AddN", "Sub"):
+            terms = [item for item in inputs if depends(item)]
+            if len(terms) != 1 or (op.type == "Sub" and terms[0] is not inputs[0]):
+                return "other"
+            return _either({of(terms[0]), "sum"})
+        if op.type in ("TensorScatterAdd", "TensorScatterSub"):
+            is_free = not any(map(depends, inputs[1:]))
+            return _either({of(inputs[0]), "sum"}) if is_free else "other"
+        if op.type in ("Select", "SelectV2") and not depends(inputs[0]):
+            return _either({of(item) for item in inputs[1:]})
+        if op.type in ("Maximum", "Minimum"):
+            terms = [item for item in inputs if depends(item)]
+            rest = [item for item in inputs if not depends(item)]
+            kind = op.type[:3]
+            if len(terms) == 1 and is_extreme(rest[0], kind):
+                return _either({of(terms[0]), kind.lower()})
+        return "other"
+
+    for op in ops:
+        inputs = list(op.inputs)
+        if not any(item.name == handle for item in inputs) or op.type in _READS:
+            continue
+        if op.type == "AssignVariableOp":
+            changes.add(of(inputs[1]))
+        elif op.type in _ADDED and not any(map(depends, inputs[1:])):
+            changes.add("sum")
+        else:
+            changes.add("other")
+    return _either(changes)
+
+
+def _either(changes: set[str]) -> str:
+    kinds = changes - {"none"}
+    return "none" if not kinds else kinds.pop() if len(kinds) == 1 else "other"
 
 
 def drop_traces(variables: Sequence[Any]) -> list[str]:

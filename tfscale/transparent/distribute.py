@@ -35,6 +35,7 @@ from tfscale.config import ConfigError, ExchangeError, replace_environment, requ
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
+from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
 from tfscale.internals.keras import layers_of, wrap_once
@@ -165,6 +166,7 @@ class Distributed:
         for model in self._models:
             for name in (*_PARTS, "save", "save_weights"):
                 vars(model).pop(name, None)
+            forget(model)
             model.train_function = model.test_function = model.predict_function = None
         if self._stdout is not None:
             sys.stdout.flush()
@@ -192,9 +194,11 @@ class Distributed:
         if model not in self._models:
             _refuse_stateful(model)
             self._models[model] = compare = steps.FirstBatches(_COMPARED_BATCHES)
+            forget(model)
             wrap_once(model, "train_step", lambda step: steps.on_share(step, compare))
             wrap_once(model, "test_step", steps.on_share)
             wrap_once(model, "predict_step", steps.on_all_rows)
+            watch(model)
             model.train_function = model.test_function = model.predict_function = None
         return self._models[model]
 
@@ -269,7 +273,8 @@ class Distributed:
                 prepare(model)
             else:
                 self._prepare(model)
-            results = metrics_of_all_ranks(model, on_batch(model, **given))
+            step = "train_step" if "class_weight" in given else "test_step"
+            results = metrics_of_all_ranks(model, on_batch(model, **given), step, is_direct=True)
             return results if as_dict else metrics_in_order(model, results)
 
         return on_batch_together

@@ -6,14 +6,17 @@ rank's rows. Within them, and only there,
 * losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
   sums, Dice);
 * means of scalars weigh a rank by its rows, and so does the optimizer (`exchange/batch_shares.py`);
+* `tape.gradient` of one value for each row is that of a sum, which no rank's weight divides;
 * BatchNormalization uses the statistics of the whole batch;
-* random numbers are drawn for the whole batch, and each rank takes those of its rows.
+* random numbers are drawn for the whole batch, and each rank takes those of its rows;
+* metrics do not change on a rank that has no rows, and computes one that does not count.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -26,7 +29,9 @@ from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import Share
 from tfscale.exchange.sync_batch_norm import global_moments
+from tfscale.fit.metric_updates import is_updating, updating
 from tfscale.internals.classes import Patches, sums_over_batch, weights_with_mask
+from tfscale.internals.trace import block_layout, joins_scalars, note_shape
 
 _GATHERED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.int8, tf.uint8)
 _ARGUMENTS = ("x", "y", "sample_weight")
@@ -38,7 +43,10 @@ def patch(patches: Patches, batch_norm: str) -> None:
     patches.wrap_reduction(_reduced_over_ranks)
     patches.wrap_losses(_of_whole_batch)
     patches.wrap_means(_weighted_mean)
+    patches.wrap(keras.Variable, "assign", _of_rows_that_count)
+    patches.wrap(tf.GradientTape, "gradient", _of_sums_over_ranks)
     patches.wrap_draws(_drawn_for_all, _dropout_of_all, _categorical_of_all)
+    patches.wrap(tf, "shape", _shape_with_layout)
     if batch_norm == "global":
         patches.wrap_moments(_moments_of_all)
 
@@ -80,8 +88,11 @@ def on_all_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             own = step(shares.cut(batch, share))
         if not all(map(_can_gather, keras.tree.flatten(own))):
             return step(batch)  # every rank computes all
-        gather = collectives.allgather
-        return keras.tree.map_structure(lambda rows: gather(rows, name="rows of predict"), own)
+
+        def gather(rows: tf.Tensor) -> tf.Tensor:
+            return collectives.allgather(share.counted(rows), name="rows of predict")
+
+        return keras.tree.map_structure(gather, own)
 
     return step_on_all_rows
 
@@ -157,12 +168,7 @@ def _reduced_over_ranks(reduce: Any) -> Any:
         share = shares.current()
         if share is None or reduction in (None, "none"):
             return loss
-        if tuple(loss.shape) == (0,):  # Keras leaves the values of a rank without rows as they are
-            loss = tf.reduce_sum(loss)
-        # The rank's loss is weighted by rows / (total / size): this is what becomes of a sum.
-        share_of_sum = tf.math.divide_no_nan(
-            tf.cast(share.total, loss.dtype), tf.cast(share.rows, loss.dtype)
-        )
+        share_of_sum = _share_of_sum(share, loss.dtype)
         if reduction == "sum":
             return loss * share_of_sum
         is_weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
@@ -170,10 +176,21 @@ def _reduced_over_ranks(reduce: Any) -> Any:
             return loss
         weights = weights_with_mask(sample_weight if is_weighted else None, mask, loss.dtype)
         own = tf.stop_gradient(tf.reduce_sum(tf.cast(weights, loss.dtype)))
+        if share.may_be_empty:
+            own = tf.where(share.rows > 0, own, tf.zeros_like(own))
         every = collectives.allreduce(own, op=Sum, name="divisor of loss")
         return loss * tf.math.divide_no_nan(own, every) * share_of_sum
 
     return reduce_over_ranks
+
+
+def _share_of_sum(share: Share, dtype: Any) -> tf.Tensor:
+    """Return the factor of a sum over this rank's rows.
+
+    The optimizer weighs a rank by rows / (total / size) in its mean over ranks, which makes a sum
+    over all rows of the ranks' sums times this factor. It is 0 without rows.
+    """
+    return tf.math.divide_no_nan(tf.cast(share.total, dtype), tf.cast(share.rows, dtype))
 
 
 def _of_whole_batch(call: Any) -> Any:
@@ -193,8 +210,9 @@ def _of_whole_batch(call: Any) -> Any:
         # weights of the ranks that hold the rows; those of the ranks that add them count here.
         weight = share.weight(y_pred.dtype)
         own = _with_gradient(y_pred, lambda gradient: tf.math.divide_no_nan(gradient, weight))
+        own, own_targets = share.counted(own), share.counted(y_true)
         every = collectives.allgather(own, gradient="adjoint", name="predictions of loss")
-        targets = collectives.allgather(y_true, gradient="adjoint", name="targets of loss")
+        targets = collectives.allgather(own_targets, gradient="adjoint", name="targets of loss")
         return _with_gradient(call(self, targets, every), lambda gradient: gradient * weight)
 
     return call_on_whole_batch
@@ -209,14 +227,89 @@ def _weighted_mean(update_state: Any) -> Any:
     def update(self: Any, values: Any, sample_weight: Any = None) -> Any:
         share = shares.current()
         is_scalar = len(getattr(values, "shape", ())) == 0 and not isinstance(values, list | tuple)
-        if share is not None and not share.is_even and is_scalar:
-            values = tf.cast(values, self.dtype)
-            values = tf.where(share.rows > 0, values, tf.zeros_like(values))  # of no rows: NaN
-            if sample_weight is None:
-                sample_weight = share.weight(values.dtype)
-        return update_state(self, values, sample_weight)
+        if share is not None and not share.is_even and is_scalar and sample_weight is None:
+            sample_weight = share.weight(self.dtype)
+        with updating(self):  # the metrics that losses keep are not watched otherwise
+            return update_state(self, values, sample_weight)
 
     return update
+
+
+def _of_rows_that_count(assign: Any) -> Any:
+    """Leave the variables of metrics as they are on a rank without rows."""
+
+    def assign_where_rows(variable: Any, value: Any) -> Any:
+        share = shares.current()
+        if share is None or not share.may_be_empty or not is_updating():
+            return assign(variable, value)
+        value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
+        if tuple(value.shape) != tuple(variable.shape):
+            return assign(variable, value)  # Keras's error
+        before = tf.convert_to_tensor(variable.value)
+        return assign(variable, tf.where(share.rows > 0, value, before))
+
+    return assign_where_rows
+
+
+# Gradients.
+
+
+def _of_sums_over_ranks(gradient: Any) -> Any:
+    """Make the gradient of one value for each row that of the sum over all rows.
+
+    TensorFlow adds up the elements of a target. Gradients for variables meet the optimizer, which
+    averages them over ranks; those for tensors, as in a gradient penalty, stay with their rows.
+    """
+
+    def gradient_of_sums(
+        tape: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        share = shares.current()
+        targets, flat = tf.nest.flatten(target), tf.nest.flatten(sources)
+        is_variable = [hasattr(source, "handle") for source in flat]
+        are_rows = [share is not None and _has_row_values(item, share) for item in targets]
+        if share is None or not any(are_rows) or not any(is_variable):
+            return gradient(tape, target, sources, output_gradients, unconnected_gradients)
+        given = [None] * len(targets)
+        if output_gradients is not None:
+            given = tf.nest.flatten(output_gradients)
+        weighted = []
+        for item, is_rows, output in zip(targets, are_rows, given, strict=True):
+            output = tf.ones_like(item) if output is None else tf.convert_to_tensor(output)
+            weighted.append(output * _share_of_sum(share, item.dtype) if is_rows else output)
+        weighted = tf.nest.pack_sequence_as(target, weighted)
+        found = gradient(tape, target, sources, weighted, unconnected_gradients)
+        if all(is_variable):
+            return found
+        flat_found = []
+        for source, of_source, is_own in zip(
+            flat, tf.nest.flatten(found), is_variable, strict=True
+        ):
+            if of_source is not None and not is_own:
+                of_source = tf.math.divide_no_nan(of_source, _share_of_sum(share, source.dtype))
+            flat_found.append(of_source)
+        return tf.nest.pack_sequence_as(sources, flat_found)
+
+    return gradient_of_sums
+
+
+def _has_row_values(values: Any, share: Share) -> bool:
+    """Return whether a target of a tape has a value for each row, not one for each of some losses.
+
+    A static number of values that is no number of this rank's rows belongs to no rows, and neither
+    does one that was made of single numbers. In eager steps the number alone tells.
+    """
+    if not tf.is_tensor(values) or values.shape.rank == 0:
+        return False
+    length = values.shape[0] if values.shape.rank else None
+    if length is None:
+        return True
+    is_multiple = isinstance(share.computed, int) and length % share.computed == 0
+    return is_multiple and not joins_scalars(values)
 
 
 def _moments_of_all(moments: Any) -> Any:
@@ -236,11 +329,10 @@ def _moments_of_all(moments: Any) -> Any:
 
 def _drawn_for_all(draw: Any) -> Any:
     def draw_for_all(shape: Any, *args: Any, **kwargs: Any) -> Any:
-        share = shares.current()
-        if share is None or not _is_of_rows(shape, share):
+        rows = _rows_of_draw(shape, shape)
+        if rows is None:
             return draw(shape, *args, **kwargs)
-        whole, first, rows = _whole_shape(shape, share)
-        return draw(whole, *args, **kwargs)[first : first + rows]
+        return tf.gather(draw(rows.whole, *args, **kwargs), rows.indices)
 
     return draw_for_all
 
@@ -248,16 +340,18 @@ def _drawn_for_all(draw: Any) -> Any:
 def _dropout_of_all(dropout: Any) -> Any:
     def dropout_of_all(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
         share = shares.current()
-        if share is None or not _is_of_rows(inputs.shape, share):
-            return dropout(inputs, rate, noise_shape, seed)
         # The same for all samples, unless this rank has one sample.
         is_common = noise_shape is not None and tf.get_static_value(noise_shape[0]) == 1
-        if is_common and not (isinstance(share.rows, int) and share.rows == 1):
+        is_single = share is not None and isinstance(share.computed, int) and share.computed == 1
+        is_common = is_common and not is_single
+        rows = None if is_common else _rows_of_draw(inputs.shape, inputs)
+        if rows is None:
             return dropout(inputs, rate, noise_shape, seed)
-        whole, first, rows = _whole_shape(tf.shape(inputs), share)
         of_whole = None if noise_shape is None else (None, *noise_shape[1:])
         # As in the whole batch, whose values the dropout multiplies by 0 or 1 / (1 - rate).
-        kept = dropout(tf.ones(whole, inputs.dtype), rate, of_whole, seed)[first : first + rows]
+        kept = tf.gather(
+            dropout(tf.ones(rows.whole, inputs.dtype), rate, of_whole, seed), rows.indices
+        )
         return tf.where(kept > 0, inputs * kept, tf.zeros_like(inputs))
 
     return dropout_of_all
@@ -265,30 +359,64 @@ def _dropout_of_all(dropout: Any) -> Any:
 
 def _categorical_of_all(categorical: Any) -> Any:
     def categorical_of_all(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        share = shares.current()
-        if share is None or not _is_of_rows(logits.shape, share):
+        rows = _rows_of_draw(logits.shape, logits)
+        if rows is None:
             return categorical(logits, *args, **kwargs)
-        whole, first, rows = _whole_shape(tf.shape(logits), share)
-        after = whole[0] - first - rows
-        padded = tf.pad(logits, [[first, after], [0, 0]])  # row i of the draw depends on i only
-        return categorical(padded, *args, **kwargs)[first : first + rows]
+        # Row i of the draw depends on row i only.
+        whole = tf.scatter_nd(rows.indices[:, tf.newaxis], logits, rows.whole)
+        return tf.gather(categorical(whole, *args, **kwargs), rows.indices)
 
     return categorical_of_all
 
 
-def _is_of_rows(shape: Any, share: Share) -> bool:
-    """Return whether a shape begins with rows of the batch; a static one, if it has as many."""
+def _shape_with_layout(shape: Any) -> Any:
+    """Let shapes be known as those of their tensors: static ones are constants of the graph."""
+
+    def shape_with_layout(*args: Any, **kwargs: Any) -> Any:
+        result = shape(*args, **kwargs)
+        tensor = args[0] if args else kwargs.get("input")
+        if shares.current() is not None and isinstance(tensor, tf.Tensor):
+            note_shape(result, tensor)
+        return result
+
+    return shape_with_layout
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """A draw for the whole batch: its shape, and which of its rows are this rank's."""
+
+    whole: tf.Tensor
+    indices: tf.Tensor
+
+
+def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
+    """Return the draw of the whole batch for a shape; None if it does not begin with rows of it.
+
+    A static shape does if it has as many rows as this rank, or k times as many if it is seen how
+    they were made: `source` is `tf.shape` of a tensor, or a tensor of that shape. The k rows of a
+    sample follow each other or not, as `block_layout` tells.
+    """
+    share = shares.current()
     length = shape.shape[0] if tf.is_tensor(shape) else len(shape)
-    first = 0 if length == 0 else shape[0]
-    first = tf.get_static_value(first) if tf.is_tensor(first) else first
-    return first is None or (isinstance(share.rows, int) and int(first) == share.rows)
-
-
-def _whole_shape(shape: Any, share: Share) -> tuple[tf.Tensor, Any, Any]:
-    """Return the shape for the whole batch, the first row of this rank and its number of rows."""
+    if share is None or length == 0:
+        return None
+    layout = block_layout(source) if tf.is_tensor(source) else None
+    first = tf.get_static_value(shape[0]) if tf.is_tensor(shape[0]) else shape[0]
+    if first is not None:
+        if not isinstance(share.computed, int) or first % share.computed:
+            return None
+        if first != share.computed and layout is None:
+            return None
+    if source is not shape:
+        shape = tf.shape(source)
     shape = tf.convert_to_tensor(shape if tf.is_tensor(shape) else list(shape), tf.int32)
-    rows = shape[0]
-    per_row = rows // tf.maximum(share.rows, 1)
-    first = share.start * per_row
-    length = tf.maximum(share.total * per_row, first + rows)
-    return tf.concat([[length], shape[1:]], 0), first, rows
+    own, per_row = tf.range(shape[0]), shape[0] // share.computed
+    if layout == "repeated":
+        indices = own + share.start * per_row
+    else:
+        indices = own // share.computed * share.total + share.start + own % share.computed
+    # A length that is no multiple of the rows, such as one of sequences, is common to all samples.
+    is_of_rows = shape[0] % share.computed == 0
+    whole = tf.where(is_of_rows, share.total * per_row, shape[0])
+    return _Draw(tf.concat([[whole], shape[1:]], 0), tf.where(is_of_rows, indices, own))
