@@ -4,8 +4,8 @@ Undocumented names of Keras used here, checked with Keras 3.10 and 3.15:
 `Optimizer._trainable_variables`, `_variables`, `_get_variable_index`, `_iterations`,
 `_learning_rate`, `_var_key`, `_accumulated_gradients`, `_use_weight_decay`,
 `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`,
-`_model_variables_moving_average`,
-`_update_model_variables_moving_average`; `Variable.overwrite_with_gradient`, `Variable._path`.
+`_model_variables_moving_average`, `_update_model_variables_moving_average`, `_track_variable`,
+`_tracker`, `_trainable_variables_indices`; `Variable.overwrite_with_gradient`, `Variable._path`.
 """
 
 from __future__ import annotations
@@ -267,3 +267,55 @@ def unbuilt(optimizer: Any) -> Any:
         if hasattr(optimizer, name):
             setattr(other, name, getattr(optimizer, name))
     return other
+
+
+def unbuild(optimizer: Any) -> None:
+    """Take an optimizer back to the time before `build`, without slots.
+
+    It stays the same object, with its settings, learning rate and count of steps, which a script
+    may hold.
+    """
+    inner = scaled_by(optimizer)
+    if inner is not None:
+        unbuild(inner)
+    kept = [optimizer._iterations, optimizer._learning_rate]
+    kept = [v for v in optimizer._variables if any(v is each for each in kept)]
+    dropped = {id(v) for v in optimizer._variables} - {id(v) for v in kept}
+    for name, value in list(vars(optimizer).items()):
+        slots = value if isinstance(value, list | tuple) else [value]
+        if any(id(slot) in dropped for slot in slots):
+            delattr(optimizer, name)
+    tracker = optimizer._tracker
+    del optimizer._tracker  # it would put a list of its own into `_variables`
+    # A new list: tf.train.Checkpoint saves none that has lost an element.
+    optimizer._variables, optimizer._trainable_variables = [], []
+    optimizer._tracker = tracker
+    optimizer._trainable_variables_indices = {}
+    tracker.config["variables"] = (tracker.config["variables"][0], optimizer._variables)
+    tracker.stored_ids["variables"].clear()
+    for variable in kept:
+        optimizer._track_variable(variable)
+    optimizer.built = False
+
+
+def unlisted_state(rule: Any) -> dict[str, np.ndarray]:
+    """Return by attribute the values of variables that Keras does not list, and so does not save.
+
+    An example is Nadam's product of momenta inside of loss scaling.
+    """
+    listed = {id(v) for v in rule._variables}
+    variables = {n: v for n, v in vars(rule).items() if isinstance(v, keras.Variable)}
+    return {name: v.numpy() for name, v in variables.items() if id(v) not in listed}
+
+
+_HOLDER = "_tfscale_holder"
+
+
+def holder_of(rule: Any) -> Any:
+    """Return the distributed optimizer that has built an update rule on pieces of variables."""
+    return vars(rule).get(_HOLDER)
+
+
+def set_holder(rule: Any, holder: Any) -> None:
+    """Note which distributed optimizer has built an update rule on pieces; None for variables."""
+    vars(rule)[_HOLDER] = holder
