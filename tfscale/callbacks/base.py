@@ -13,14 +13,15 @@ import tensorflow as tf
 from tfscale.callbacks.model_checkpoint import agree_on_saves, make_checkpoints_safe
 from tfscale.checkpoints.resumable import OnRankZero, Resumable, State
 from tfscale.checkpoints.variables import non_trainable_state
-from tfscale.comm import runtime
+from tfscale.comm import objects, runtime
 from tfscale.comm.eager import has_exchanged_gradients
 from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_deciders
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for
+from tfscale.internals import stack
 from tfscale.internals.keras import replace_train_step, steps_until
 from tfscale.internals.trace import run_either
 from tfscale.internals.traits import Traits
@@ -200,7 +201,8 @@ class RankZero(Container):
     """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
 
     Pass it to `fit` on every rank. On the other ranks no hook of the callback is called, not even
-    `set_model`. If it sets `model.stop_training`, all ranks stop together.
+    `set_model`. If it sets `model.stop_training`, all ranks stop together. When `fit` or `evaluate`
+    returns on any rank, the callback has ended on rank 0: files that it has written are complete.
 
     Args:
         callback: A Keras callback that does not communicate.
@@ -236,6 +238,39 @@ class RankZero(Container):
     def around_parts(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which saves wait for no other rank."""
         return alone()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """End training on rank 0; the others wait for it. Collective."""
+        hook = super().on_train_end
+        self._end_together(lambda: hook(logs))
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """End a test on rank 0; the others wait for it, unless it is one of a `fit`."""
+        hook = super().on_test_end
+        if stack.running_fit().model is None:
+            self._end_together(lambda: hook(logs))
+        else:
+            hook(logs)
+
+    def _end_together(self, end: Callable[[], None]) -> None:
+        """Run a last hook. If it fails, it fails on all ranks. Collective."""
+        failure: Exception | None = None
+        try:
+            end()
+        except Exception as error:
+            failure = error
+        if not runtime.is_single():
+            own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            every = objects.allgather_object(own, name="end of a callback that writes")
+            failed = [f"{text} on rank {rank}" for rank, text in enumerate(every) if text]
+            if failed and failure is None:
+                raise ExchangeError(
+                    "A callback of rank 0 must end without an error, or its files are not "
+                    f"complete. Received: {type(self.callback).__name__} and {failed[0]}. Correct "
+                    "what it reports there."
+                )
+        if failure is not None:
+            raise failure
 
 
 def may_communicate() -> bool:

@@ -16,6 +16,8 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm import runtime
+from tfscale.config import ConfigError, ExchangeError, PlanError
+from tfscale.internals.trace import text_with_place
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,13 @@ class Share:
         start: First row.
         rows: Number of rows, 0 or more.
         total: Rows of the global batch.
+        others: Static numbers of rows that this rank has of parts with another number of rows.
     """
 
     start: Any
     rows: Any
     total: Any
+    others: tuple[int, ...] = ()
 
     @property
     def is_even(self) -> bool:
@@ -89,30 +93,61 @@ def current() -> Share | None:
 
 @contextlib.contextmanager
 def entering(share: Share) -> Iterator[None]:
-    """Make a share the current one within a block."""
+    """Make a share the current one within a block, a step of the user's.
+
+    Raises:
+        ConfigError: The step fails, perhaps because it computes a part of the batch.
+    """
     _entered.append(share)
     try:
         yield
+    except (ConfigError, ExchangeError, PlanError):
+        raise
+    except (ValueError, IndexError, tf.errors.InvalidArgumentError) as error:
+        raise ConfigError(explanation(error, share)) from error
     finally:
         _entered.pop()
+
+
+def explanation(error: Exception, share: Share | None = None) -> str:
+    """Return the text for an error in a step that was given a part of the batch."""
+    rows = "a part of the rows"
+    if share is not None and isinstance(share.total, int):
+        rows = f"{share.rows} of {share.total} rows"
+    return (
+        f"A step under tfscale.distribute is given the rows of its rank, {rows} on rank "
+        f"{runtime.rank()}. Received: {text_with_place(error)}. If the step works in one process, "
+        "take the number of rows from the batch, as tf.shape(x)[0], in place of a constant, and "
+        "let the first axis of all parts of a batch be samples: see docs/distribute.md."
+    )
 
 
 def share_of(batch: Any) -> Share | None:
     """Return this rank's share of a global batch; None for a batch without rows.
 
     The first tensor with rows tells their number. Earlier ranks have one row more if the number of
-    ranks does not divide it; with fewer rows than ranks the last ranks have none.
+    ranks does not divide it; with fewer rows than ranks the last ranks have none. Parts with other
+    numbers of rows are cut by these numbers, of which each must be a multiple of the ranks.
     """
-    first = next((leaf for leaf in keras.tree.flatten(batch) if _has_rows(leaf)), None)
-    if first is None:
+    with_rows = [leaf for leaf in keras.tree.flatten(batch) if _has_rows(leaf)]
+    if not with_rows:
         return None
+    first = with_rows[0]
     total = first.shape[0]
     total = tf.shape(first)[0] if total is None else int(total)
     n_ranks, rank = runtime.size(), runtime.rank()
     share, longer = total // n_ranks, total % n_ranks
     lower = min if isinstance(total, int) else tf.minimum
     more = int(rank < longer) if isinstance(total, int) else tf.cast(rank < longer, tf.int32)
-    return Share(rank * share + lower(rank, longer), share + more, total)
+    lengths = {leaf.shape[0] for leaf in with_rows if leaf.shape[0] is not None}
+    others = sorted(n for n in lengths if isinstance(total, int) and n != total)
+    if others and any(n % n_ranks for n in (total, *others)):
+        numbers = ", ".join(map(str, (total, *others)))
+        raise ConfigError(
+            f"{_UNEQUAL} Received: {numbers} rows for {n_ranks} ranks. {_UNEQUAL_REMEDY}"
+        )
+    own = tuple(n // n_ranks for n in others)
+    return Share(rank * share + lower(rank, longer), share + more, total, own)
 
 
 def cut(batch: Any, share: Share) -> Any:
@@ -121,22 +156,42 @@ def cut(batch: Any, share: Share) -> Any:
     def rows_of(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
+        start, rows = _range_of(leaf, share)
         if isinstance(leaf, tf.SparseTensor):
-            begin = [share.start] + [0] * (leaf.shape.rank - 1)
-            size = tf.concat([[share.rows], tf.shape(leaf, tf.int32)[1:]], 0)
+            begin = [start] + [0] * (leaf.shape.rank - 1)
+            size = tf.concat([[rows], tf.shape(leaf, tf.int32)[1:]], 0)
             return tf.sparse.slice(leaf, begin, tf.cast(size, tf.int64))
-        if not isinstance(share.total, int) and isinstance(leaf, tf.Tensor):
-            length = tf.debugging.assert_equal(tf.shape(leaf)[0], share.total, _UNEQUAL)
-            with tf.control_dependencies([] if length is None else [length]):
-                leaf = tf.identity(leaf)
-        elif leaf.shape[0] not in (None, share.total):
-            raise ValueError(f"{_UNEQUAL} Received: {leaf.shape[0]} and {share.total} rows.")
-        return leaf[share.start : share.start + share.rows]
+        return leaf[start : start + rows]
 
     return keras.tree.map_structure(rows_of, batch)
 
 
-_UNEQUAL = "All tensors of a batch must have as many rows, which the ranks share."
+def _range_of(leaf: Any, share: Share) -> tuple[Any, Any]:
+    """Return this rank's first row of a tensor, and its number of rows."""
+    n_ranks, rank, length = runtime.size(), runtime.rank(), leaf.shape[0]
+    if length is None and not isinstance(leaf, tf.Tensor):
+        return share.start, share.rows
+    if isinstance(share.total, int) and length in (None, share.total):
+        return share.start, share.rows
+    if isinstance(share.total, int):
+        return rank * (length // n_ranks), length // n_ranks
+    length = tf.shape(leaf)[0]
+    is_same, own = length == share.total, length // n_ranks
+    are_even = (length % n_ranks == 0) & (share.total % n_ranks == 0)
+    text = f"{_UNEQUAL} Received: the numbers that follow, for {n_ranks} ranks. {_UNEQUAL_REMEDY}"
+    check = tf.debugging.Assert(is_same | are_even, [text, share.total, length])
+    with tf.control_dependencies([] if check is None else [check]):
+        start = tf.where(is_same, share.start, rank * own)
+    return start, tf.where(is_same, share.rows, own)
+
+
+_UNEQUAL = (
+    "Parts of a batch with other numbers of rows must each have a number that the ranks divide."
+)
+_UNEQUAL_REMEDY = (
+    "Use batch sizes that are multiples of the number of ranks, with drop_remainder=True, or as "
+    "many rows in all parts."
+)
 
 
 def weighted(gradient: Any) -> Any:
@@ -162,7 +217,8 @@ def is_common(values: tf.Tensor) -> bool:
     if share is None or length is None:
         return False
     if isinstance(share.total, int):
-        return share.is_even and length % share.rows != 0
+        own = (share.rows, *share.others)
+        return share.is_even and all(length % rows != 0 for rows in own)
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tfscale.comm.collectives import allgather
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import require
+from tfscale.internals.keras import wrap_once
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -52,6 +54,23 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         return global_moments(self, inputs, mask, super()._moments(inputs, mask), self._process_set)
+
+
+_sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+
+
+def synchronize(layer: Any, process_set: ProcessSet) -> bool:
+    """Let one layer of Keras use the samples of all ranks; return whether to trace again."""
+
+    def of_all(moments: Any) -> Any:
+        def moments_of_all(inputs: Any, mask: Any) -> tuple[Any, Any]:
+            return global_moments(layer, inputs, mask, moments(inputs, mask), _sets[layer])
+
+        return moments_of_all
+
+    before, _sets[layer] = _sets.get(layer), process_set
+    wrap_once(layer, "_moments", of_all)
+    return before is not process_set
 
 
 def global_moments(

@@ -5,7 +5,8 @@ Undocumented names of Keras used here, checked with Keras 3.10 and 3.15:
 `_learning_rate`, `_var_key`, `_accumulated_gradients`, `_use_weight_decay`,
 `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`,
 `_model_variables_moving_average`, `_update_model_variables_moving_average`, `_track_variable`,
-`_tracker`, `_trainable_variables_indices`; `Variable.overwrite_with_gradient`, `Variable._path`.
+`_tracker`, `_trainable_variables_indices`, `_distribution_strategy`;
+`Variable.overwrite_with_gradient`, `Variable._path`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from tfscale.internals import stack
 from tfscale.internals.keras import is_built, raw_variable
 
 _MAX_FRAMES = 32  # between LossScaleOptimizer.apply and here, those of tf.cond included
+# Those that make variables of their own, which are no variables of Keras.
+_STRATEGIES = (
+    *(tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy),
+    *(tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
+    *(tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy),
+)
 _DECAY_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
@@ -68,6 +75,16 @@ def trained_by(rule: Any) -> list[Any]:
 def index_of(rule: Any, variable: Any) -> int:
     """Return the position of a variable that an update rule was built on."""
     return int(rule._get_variable_index(variable))
+
+
+def strategies_of(model: Any) -> list[Any]:
+    """Return the strategies of tf.distribute in whose scope a model and its optimizer were made."""
+    rule = update_rule(optimizer_of(model))
+    both = (
+        getattr(model, "distribute_strategy", None),
+        getattr(rule, "_distribution_strategy", None),
+    )
+    return [strategy for strategy in both if isinstance(strategy, _STRATEGIES)]
 
 
 def optimizer_of(model: Any) -> Any:

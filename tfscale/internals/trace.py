@@ -3,12 +3,14 @@
 Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `ControlFlowFuncGraph`,
 `control_flow_util.GraphOrParentsInXlaContext`, `FunctionCache`, `polymorphic_function.Function`
 (`_function_cache`, `_lock`, `_created_variables`, `_variable_creation_config`,
-`_no_variable_creation_config`).
+`_no_variable_creation_config`); `ag_error_metadata` of errors in functions that AutoGraph converts.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -110,3 +112,17 @@ def drop_traces(variables: Sequence[Any]) -> list[str]:
 def set_attribute(op: tf.Operation, name: str, text: str) -> None:
     """Give an op of a graph an attribute of one's own."""
     op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))
+
+
+def text_with_place(error: Exception) -> str:
+    """Return class and text of an error, with the line of the user's code that raised it."""
+    converted = getattr(error, "ag_error_metadata", None)
+    if converted is not None:  # names the lines of the source, not of what AutoGraph made of it
+        return str(converted.get_message()).strip().rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and _HERE not in f.filename]
+    place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place}"
+
+
+_HERE = f"{os.sep}tfscale{os.sep}"

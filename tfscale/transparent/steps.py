@@ -19,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm import collectives
+from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
@@ -278,14 +278,16 @@ def _is_of_rows(shape: Any, share: Share) -> bool:
     length = shape.shape[0] if tf.is_tensor(shape) else len(shape)
     first = 0 if length == 0 else shape[0]
     first = tf.get_static_value(first) if tf.is_tensor(first) else first
-    return first is None or (isinstance(share.rows, int) and int(first) == share.rows)
+    own = (share.rows, *share.others)
+    return first is None or (isinstance(share.rows, int) and int(first) in own)
 
 
 def _whole_shape(shape: Any, share: Share) -> tuple[tf.Tensor, Any, Any]:
     """Return the shape for the whole batch, the first row of this rank and its number of rows."""
     shape = tf.convert_to_tensor(shape if tf.is_tensor(shape) else list(shape), tf.int32)
-    rows = shape[0]
+    rows, n_ranks = shape[0], runtime.size()
     per_row = rows // tf.maximum(share.rows, 1)
-    first = share.start * per_row
-    length = tf.maximum(share.total * per_row, first + rows)
+    is_even = share.total % n_ranks == 0  # then the rows may be those of any part of the batch
+    first = tf.where(is_even, runtime.rank() * rows, share.start * per_row)
+    length = tf.where(is_even, n_ranks * rows, tf.maximum(share.total * per_row, first + rows))
     return tf.concat([[length], shape[1:]], 0), first, rows
