@@ -428,7 +428,7 @@ def case_parts_with_other_numbers_of_rows():
             with distributed():
                 require_error(
                     lambda is_static=is_static: train_on_parts(13, 6, is_static),
-                    "Parts of a batch with other numbers of rows",
+                    "Parts of a batch with different numbers of rows",
                 )
 
 
@@ -463,8 +463,9 @@ def failing(step_of, data):
 
 @sizes(2, 3, timeout_s=240)
 def case_steps_that_need_the_whole_batch_name_its_rows():
-    rows = tf.data.Dataset.from_tensor_slices(ROWS)
-    views = tf.data.Dataset.from_tensors(ROWS[:24].reshape(2, 12, 5)).repeat(2)
+    x = ROWS.astype("float32")
+    rows = tf.data.Dataset.from_tensor_slices(x)
+    views = tf.data.Dataset.from_tensors(x[:24].reshape(2, 12, 5)).repeat(2)
     with distributed():
         for step, data in (
             (

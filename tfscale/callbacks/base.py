@@ -257,6 +257,8 @@ class RankZero(Container):
         failure: Exception | None = None
         try:
             end()
+        except ExchangeError:  # nothing can be sent any more
+            raise
         except Exception as error:
             failure = error
         if not runtime.is_single():

@@ -8,6 +8,7 @@ scalars) needs the share's weight, because the shares of a batch may differ by o
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,9 @@ def entering(share: Share) -> Iterator[None]:
 
 def explanation(error: Exception, share: Share | None = None) -> str:
     """Return the text for an error in a step that was given a part of the batch."""
+    _, is_unequal, numbers = str(error).partition(_UNEQUAL)
+    if is_unequal:
+        return _unequal(*re.findall(r"\[(\d+)\]", numbers.partition("\n")[0]))
     rows = "a part of the rows"
     if share is not None and isinstance(share.total, int):
         rows = f"{share.rows} of {share.total} rows"
@@ -142,10 +146,7 @@ def share_of(batch: Any) -> Share | None:
     lengths = {leaf.shape[0] for leaf in with_rows if leaf.shape[0] is not None}
     others = sorted(n for n in lengths if isinstance(total, int) and n != total)
     if others and any(n % n_ranks for n in (total, *others)):
-        numbers = ", ".join(map(str, (total, *others)))
-        raise ConfigError(
-            f"{_UNEQUAL} Received: {numbers} rows for {n_ranks} ranks. {_UNEQUAL_REMEDY}"
-        )
+        raise ConfigError(_unequal(total, *others))
     own = tuple(n // n_ranks for n in others)
     return Share(rank * share + lower(rank, longer), share + more, total, own)
 
@@ -178,20 +179,23 @@ def _range_of(leaf: Any, share: Share) -> tuple[Any, Any]:
     length = tf.shape(leaf)[0]
     is_same, own = length == share.total, length // n_ranks
     are_even = (length % n_ranks == 0) & (share.total % n_ranks == 0)
-    text = f"{_UNEQUAL} Received: the numbers that follow, for {n_ranks} ranks. {_UNEQUAL_REMEDY}"
-    check = tf.debugging.Assert(is_same | are_even, [text, share.total, length])
+    check = tf.debugging.Assert(is_same | are_even, [_UNEQUAL, share.total, length])
     with tf.control_dependencies([] if check is None else [check]):
         start = tf.where(is_same, share.start, rank * own)
     return start, tf.where(is_same, share.rows, own)
 
 
 _UNEQUAL = (
-    "Parts of a batch with other numbers of rows must each have a number that the ranks divide."
+    "Parts of a batch with different numbers of rows must have numbers that the ranks divide."
 )
-_UNEQUAL_REMEDY = (
-    "Use batch sizes that are multiples of the number of ranks, with drop_remainder=True, or as "
-    "many rows in all parts."
-)
+
+
+def _unequal(*numbers: Any) -> str:
+    return (
+        f"{_UNEQUAL} Received: {', '.join(map(str, numbers))} rows for {runtime.size()} ranks. Use "
+        "batch sizes that are multiples of the number of ranks, with drop_remainder=True, or as "
+        "many rows in all parts."
+    )
 
 
 def weighted(gradient: Any) -> Any:

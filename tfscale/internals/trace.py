@@ -119,10 +119,21 @@ def text_with_place(error: Exception) -> str:
     converted = getattr(error, "ag_error_metadata", None)
     if converted is not None:  # names the lines of the source, not of what AutoGraph made of it
         return str(converted.get_message()).strip().rstrip(".")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and _HERE not in f.filename]
-    place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
-    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place}"
+    if isinstance(error, tf.errors.OpError):  # its message holds the stack of the op
+        lines = [line.strip() for line in error.message.splitlines()]
+        places = [line for line in lines if line.startswith('File "') and _is_users(line)]
+        texts = [line for line in lines if line and not line.startswith(_STACK)]
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f'File "{f.filename}", line {f.lineno}: {f.line}' for f in frames]
+        places, texts = list(filter(_is_users, places)), [str(error).strip()]
+    place = f" ({places[-1]})" if places else ""
+    return f"{type(error).__name__}: {' '.join(texts).rstrip('.')}{place}"
 
 
-_HERE = f"{os.sep}tfscale{os.sep}"
+def _is_users(place: str) -> bool:
+    return not any(folder in place for folder in ("site-packages", _HERE))
+
+
+_STACK = ("File ", "Graph execution error", "Detected at node", "[[{{node", "<stack traces")
+_HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")

@@ -338,10 +338,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         executor, inner = self._ready(), self.__wrapped__
         if executor.shards is not None:
             return
-        if inner.built and executor.is_sharding:
+        rule = update_rule(inner)
+        if rule.built and executor.is_sharding:
             with tf.init_scope():  # this may be the first step, for example of a loaded model
+                if not inner.built:  # loss scaling that `compile` has put around it since
+                    inner.build(trained_by(rule))
                 state = [v.numpy() for v in inner.variables]
-            self._rebuild(trained_by(update_rule(inner)), state)
+            self._rebuild(trained_by(rule), state)
         else:
             self._build(variables)
 

@@ -191,13 +191,19 @@ class Distributed:
     def _prepare_training(self, model: keras.Model) -> steps.FirstBatches:
         """Prepare a model, and wrap its optimizers."""
         compare = self._prepare(model)
-        for name, value in list(vars(model).items()):
-            if isinstance(value, keras.optimizers.Optimizer) and not is_wrapped(value):
-                wrapped = DistributedOptimizer(
+        own = {n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
+        # One for each, also of two attributes, or of a model that was compiled again.
+        wrapped = {id(o.__wrapped__): o for o in own.values() if is_wrapped(o)}
+        for name, value in own.items():
+            if is_wrapped(value):
+                continue
+            if id(value) not in wrapped:
+                wrapped[id(value)] = DistributedOptimizer(
                     value, exchange=self._exchange, repeated_indices="keras"
                 )
-                setattr(model, name, wrapped)
-        self._updated_by.update(update_rule(o) for o in optimizers_of(model) if is_wrapped(o))
+            setattr(model, name, wrapped[id(value)])
+        rules = (update_rule(o.__wrapped__) for o in optimizers_of(model) if is_wrapped(o))
+        self._updated_by.update(rules)  # not the wrappers, which end when a model is compiled again
         return compare
 
     def _apply(self, apply: Any) -> Any:
