@@ -21,7 +21,6 @@ from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import FitSession, session_for
-from tfscale.internals import stack
 from tfscale.internals.keras import replace_train_step, steps_until
 from tfscale.internals.trace import run_either
 from tfscale.internals.traits import Traits
@@ -229,6 +228,7 @@ class RankZero(Container):
                 "Give it to fit() on all ranks, after MetricAverageCallback."
             )
         self.callback = callback
+        self._is_training = False
         self.companions = [OnRankZero(callback)] if isinstance(callback, Resumable) else []
 
     def parts(self) -> list[Any]:
@@ -239,6 +239,16 @@ class RankZero(Container):
         """Return a context in which saves wait for no other rank."""
         return alone()
 
+    def set_model(self, model: keras.Model) -> None:
+        """Expect a `fit` or `evaluate` of the model."""
+        self._is_training = False
+        super().set_model(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin training on rank 0."""
+        self._is_training = True
+        super().on_train_begin(logs)
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """End training on rank 0; the others wait for it. Collective."""
         hook = super().on_train_end
@@ -247,10 +257,10 @@ class RankZero(Container):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """End a test on rank 0; the others wait for it, unless it is one of a `fit`."""
         hook = super().on_test_end
-        if stack.running_fit().model is None:
-            self._end_together(lambda: hook(logs))
-        else:
+        if self._is_training:
             hook(logs)
+        else:
+            self._end_together(lambda: hook(logs))
 
     def _end_together(self, end: Callable[[], None]) -> None:
         """Run a last hook. If it fails, it fails on all ranks. Collective."""
