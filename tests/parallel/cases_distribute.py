@@ -335,7 +335,7 @@ class FallingRate(keras.callbacks.Callback):
 
 
 def train_in_parts(folder):
-    """A first `fit`, another rate, compiled again, loaded: one state goes through all of them."""
+    """A first `fit`, another rate, compiled again, loaded: one state serves all of them."""
     optimizer = keras.optimizers.Adam(0.01)
     model = perceptron(optimizer)
     model.fit(ROWS, TARGETS, batch_size=16, verbose=0, callbacks=[FallingRate(optimizer)])

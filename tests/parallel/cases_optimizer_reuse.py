@@ -196,7 +196,7 @@ def fit_together(model):
 
 @sizes(2, 4, timeout_s=240)
 def case_an_optimizer_stays_the_one_of_the_script():
-    """Built before, on variables or on pieces of them: its rate, its count and its state go on."""
+    """Built before, on variables or on pieces of them: its rate, count and state are kept."""
 
     def wrap(rule, exchange):
         return hvd.DistributedOptimizer(rule, exchange=exchange)
