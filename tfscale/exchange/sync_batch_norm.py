@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import keras
@@ -56,7 +55,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return global_moments(self, inputs, mask, super()._moments(inputs, mask), self._process_set)
 
 
-_sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+_SET = "_tfscale_process_set"
 
 
 def synchronize(layer: Any, process_set: ProcessSet) -> bool:
@@ -64,11 +63,11 @@ def synchronize(layer: Any, process_set: ProcessSet) -> bool:
 
     def of_all(moments: Any) -> Any:
         def moments_of_all(inputs: Any, mask: Any) -> tuple[Any, Any]:
-            return global_moments(layer, inputs, mask, moments(inputs, mask), _sets[layer])
+            return global_moments(layer, inputs, mask, moments(inputs, mask), vars(layer)[_SET])
 
         return moments_of_all
 
-    before, _sets[layer] = _sets.get(layer), process_set
+    before, vars(layer)[_SET] = vars(layer).get(_SET), process_set
     wrap_once(layer, "_moments", of_all)
     return before is not process_set
 
