@@ -472,7 +472,10 @@ def case_steps_that_need_the_whole_batch_name_its_rows():
                 lambda m, x: tf.reduce_mean(m.net(x + tf.ones((12, 5), x.dtype))),
                 rows.batch(12, True),
             ),
-            (lambda m, x: tf.reduce_mean(m.net(x) * tf.ones((12, 1), x.dtype)), rows.batch(12)),
+            (
+                lambda m, x: tf.reduce_mean(m.net(x) * tf.ones((12, 1), x.dtype)),
+                rows.batch(12, True),
+            ),
             (lambda m, x: tf.reduce_mean(m.net(x[0]) * m.net(x[1])), views),
             (lambda m, x: tf.reduce_mean(tf.reshape(m.net(x), (12, 5))), rows.batch(12, True)),
         ):
