@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from tfscale import missing
 from tfscale.comm.process import watch_from_import
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _NAMES_BY_MODULE = {
     "comm.eager": ("join",),
     "comm.objects": (
         *("allgather_object", "broadcast_", "broadcast_object", "broadcast_variables"),
+        "is_homogeneous",
     ),
     "comm.runtime": (
         *("Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "cross_rank"),
@@ -55,7 +57,6 @@ _NAMES_BY_MODULE = {
     "exchange.sharded": ("Sharded",),
     "exchange.sync_batch_norm": ("SyncBatchNormalization",),
     "fit.preparation": ("prepare",),
-    "keras": ("elastic",),
     "transparent.distribute": ("distribute",),
     "optimizer.distributed": ("DistributedOptimizer", "PartialDistributedOptimizer"),
     "optimizer.saving": ("load_model",),
@@ -64,8 +65,9 @@ _NAMES_BY_MODULE = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-__all__ = [*_MODULE_OF, *_SUBMODULES]  # noqa: PLE0604
+__all__ = [*_MODULE_OF, *_SUBMODULES, "elastic"]  # noqa: PLE0604
 
+missing.explain_imports()
 watch_from_import()
 
 
@@ -73,7 +75,7 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"tfscale.{_SUBMODULES[name]}")
     if name not in _MODULE_OF:
-        raise AttributeError(f"module 'tfscale' has no attribute {name!r}")
+        return missing.lookup(name)
     value = getattr(importlib.import_module(f"tfscale.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -1,8 +1,6 @@
 """Horovod's names for Keras: `import tfscale.keras as hvd`."""
 # ruff: noqa: F401 (all names are exported)
 
-from typing import NoReturn
-
 from tfscale import callbacks
 from tfscale.callbacks.synchronize import broadcast_global_variables
 from tfscale.comm.collectives import allgather, allreduce, broadcast, reducescatter
@@ -34,25 +32,11 @@ from tfscale.comm.software import (
 )
 from tfscale.comm.start import init, shutdown
 from tfscale.comm.timeline import start_timeline, stop_timeline
-from tfscale.config import ConfigError
+from tfscale.missing import lookup
 from tfscale.optimizer.distributed import DistributedOptimizer, PartialDistributedOptimizer
 from tfscale.optimizer.saving import load_model
 
-
-class _Elastic:
-    """Replacement of Horovod's elastic module; its errors name the alternative."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ConfigError(
-            "tfscale restarts a job from its last checkpoint instead of changing its ranks while "
-            f"it runs. Received: elastic.{name}. Give fit a tfscale.callbacks.Checkpoint and start "
-            "the job by `tfscale run --restarts 3 --min-np 2`."
-        )
-
-
-elastic = _Elastic()
+elastic = lookup("elastic")
 
 __all__ = [  # noqa: PLE0604
     *("init", "shutdown", "is_initialized", "start_timeline", "stop_timeline", "elastic"),

@@ -8,6 +8,8 @@ import contextlib
 import functools
 import os
 import tempfile
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -315,6 +317,198 @@ def case_what_cannot_be_distributed_is_refused():
     require_error(lambda: tfscale.distribute(batch_norm="sync"), "batch_norm", "'sync'")
 
 
+def perceptron(optimizer, width=64):
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(width, "tanh"), layers.Dense(2)])
+    model.compile(optimizer, "mse")
+    return model
+
+
+class FallingRate(keras.callbacks.Callback):
+    """Sets the rate of the script's own optimizer."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.optimizer.learning_rate = 0.02 / (1 + epoch)
+
+
+def train_in_parts(folder):
+    """A first `fit`, another rate, compiled again, loaded: one state serves all of them."""
+    optimizer = keras.optimizers.Adam(0.01)
+    model = perceptron(optimizer)
+    model.fit(ROWS, TARGETS, batch_size=16, verbose=0, callbacks=[FallingRate(optimizer)])
+    optimizer.learning_rate = 0.03
+    model.compile(optimizer, "mae")
+    model.fit(ROWS, TARGETS, batch_size=16, verbose=0)
+    model.save(folder / "model.keras")
+    loaded = keras.models.load_model(folder / "model.keras")
+    loaded.fit(ROWS, TARGETS, batch_size=16, verbose=0)
+    own = [np.array(optimizer.iterations), np.array(optimizer.learning_rate)]
+    full = getattr(loaded.optimizer, "full_state", lambda: loaded.optimizer.variables)
+    return own + [np.array(v) for v in (*model.get_weights(), *loaded.get_weights(), *full())]
+
+
+@sizes(2, 3, timeout_s=240)
+def case_an_optimizer_that_was_built_before():
+    with float64():
+        with tempfile.TemporaryDirectory() as folder:
+            keras.utils.set_random_seed(SEED)
+            expected = train_in_parts(Path(folder))
+        with shared_folder() as folder, distributed(exchange="sharded"):
+            found = train_in_parts(folder)
+        require_close(found, expected)
+
+
+class Slow(keras.callbacks.CSVLogger):
+    """Writes its last line late."""
+
+    def on_train_end(self, logs=None):
+        time.sleep(0.3)  # as a slow disk: the others have long left `fit`, unless they wait
+        self.csv_file.write("end")
+        super().on_train_end(logs)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_files_are_complete_when_fit_returns():
+    with shared_folder() as folder, distributed():
+        model = perceptron("sgd", width=3)
+        model.fit(ROWS, TARGETS, epochs=2, verbose=0, callbacks=[Slow(folder / "log.csv")])
+        lines = (folder / "log.csv").read_text().splitlines()
+        assert len(lines) == 4 and lines[-1] == "end", lines
+
+        class Fails(Slow):
+            def on_train_end(self, logs=None):
+                raise OSError("disk full")
+
+        def fit():
+            model.fit(ROWS, TARGETS, verbose=0, callbacks=[Fails(folder / "log.csv")])
+
+        require_error(fit, "OSError: disk full")
+
+
+# Batches that are no rows of samples alone.
+
+
+class Parts(keras.Model):
+    """Its step takes unlabelled and labelled samples, with noise on both."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.mean_square = layers.Dense(2), keras.losses.MeanSquaredError()
+        self.net.build((None, 5))
+        self.compile(keras.optimizers.SGD(0.1))
+
+    def train_step(self, data):
+        plain, (x, y) = data
+        plain += 0.1 * keras.random.normal(tf.shape(plain))
+        x += 0.1 * keras.random.normal(tf.shape(x))
+        with tf.GradientTape() as tape:
+            loss = self.mean_square(y, self.net(x)) + 0.1 * tf.reduce_mean(self.net(plain) ** 2)
+        weights = self.net.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def train_on_parts(n_plain, n_labelled, is_static):
+    slices = tf.data.Dataset.from_tensor_slices
+    plain = slices(np.repeat(ROWS, 4, 0)).batch(n_plain, is_static)
+    labelled = slices((ROWS, TARGETS)).batch(n_labelled, is_static)
+    model = Parts()
+    history = model.fit(tf.data.Dataset.zip(plain, labelled).take(2), epochs=2, verbose=0)
+    return [*model.net.get_weights(), np.array(history.history["loss"])]
+
+
+@sizes(2, 3, timeout_s=240)
+def case_parts_with_other_numbers_of_rows():
+    with float64():
+        for is_static in (True, False):
+            require_equal_runs(lambda is_static=is_static: train_on_parts(18, 6, is_static))
+            with distributed():
+                require_error(
+                    lambda is_static=is_static: train_on_parts(13, 6, is_static),
+                    "Parts of a batch with different numbers of rows",
+                )
+
+
+def failing(step_of, data):
+    """Return a `fit` of a model with some step."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.net = layers.Dense(5)
+            self.net.build((None, 5))
+            self.compile(keras.optimizers.SGD(0.1))
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = step_of(self, data)
+            weights = self.net.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    model = Model()
+    before = model.net.get_weights()
+
+    def fit():
+        try:
+            model.fit(data, verbose=0)
+        finally:
+            require_identical(model.net.get_weights(), before)
+
+    return fit
+
+
+@sizes(2, 3, timeout_s=240)
+def case_steps_that_need_the_whole_batch_name_its_rows():
+    x = ROWS.astype("float32")
+    rows = tf.data.Dataset.from_tensor_slices(x)
+    views = tf.data.Dataset.from_tensors(x[:24].reshape(2, 12, 5)).repeat(2)
+    with distributed():
+        for step, data in (
+            (
+                lambda m, x: tf.reduce_mean(m.net(x + tf.ones((12, 5), x.dtype))),
+                rows.batch(12, True),
+            ),
+            (
+                lambda m, x: tf.reduce_mean(m.net(x) * tf.ones((12, 1), x.dtype)),
+                rows.batch(12, True),
+            ),
+            (lambda m, x: tf.reduce_mean(m.net(x[0]) * m.net(x[1])), views),
+            (lambda m, x: tf.reduce_mean(tf.reshape(m.net(x), (12, 5))), rows.batch(12, True)),
+        ):
+            require_error(
+                failing(step, data),
+                "ConfigError: A step under tfscale.distribute is given the rows of its rank",
+                "tf.shape(x)[0]",
+            )
+
+
+@sizes(2, timeout_s=240)
+def case_strategies_of_tensorflow():
+    """One replica changes nothing; several, or a cluster, are refused."""
+    kinds = tf.distribute
+
+    def train(strategy):
+        with strategy().scope():
+            model = perceptron("sgd", width=3)
+        return results(model, model.fit(ROWS, TARGETS, batch_size=8, verbose=0))
+
+    with float64():
+        expected = in_one_process(lambda: train(kinds.get_strategy))
+        for strategy in (kinds.MirroredStrategy, lambda: kinds.OneDeviceStrategy("/cpu:0")):
+            with distributed():
+                require_close(train(strategy), expected)
+    cluster = {"worker": ["localhost:1", "localhost:2"]}
+    resolver = kinds.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster))
+    with distributed():
+        two = kinds.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        require_error(two.scope, "MirroredStrategy with 2 replicas")
+        require_error(lambda: kinds.MultiWorkerMirroredStrategy(resolver), "cluster of 2 tasks")
+
+
 @sizes(2, timeout_s=120)
 def case_undo_restores_keras():
     places = [(keras.Model, n) for n in ("fit", "evaluate", "predict", "train_on_batch", "save")]
@@ -329,6 +523,8 @@ def case_undo_restores_keras():
         (keras.saving, "save_model"),
         (keras.export.ExportArchive, "write_out"),
         (layers.BatchNormalization, "_moments"),
+        (tf.distribute.Strategy, "scope"),
+        (tf.distribute.MultiWorkerMirroredStrategy, "__init__"),
     ]
 
     def found():

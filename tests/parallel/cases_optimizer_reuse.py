@@ -7,7 +7,7 @@ import tensorflow as tf
 import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import engine_only, sizes
-from tests.helpers.ranks import float64, require_error
+from tests.helpers.ranks import float64, require_error, values_of
 from tfscale.testing import inspect, require_close, require_equal_ranks, require_identical
 
 
@@ -160,3 +160,52 @@ def case_a_common_norm_with_local_layers_is_refused():
     )
     text = "A norm over all gradients must be equal on all ranks"
     require_error(lambda: train(optimizer, model), text)
+
+
+RULES = (
+    lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True),
+    lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.02)),
+)
+
+
+def go_on(optimizer, wrap, fit):
+    """Train with one optimizer whose rate is set, and which is compiled and wrapped again."""
+    keras.utils.set_random_seed(5)
+    dense = [keras.layers.Dense(64, "tanh"), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((30,)), *dense])
+    for exchange, rate in (("allreduce", None), ("sharded", 0.03), ("allreduce", 0.01)):
+        model.compile(wrap(optimizer, exchange), "mse")
+        if rate is not None:
+            optimizer.learning_rate = rate
+        count = optimizer.iterations
+        fit(model)
+        assert optimizer.iterations is count
+    return model
+
+
+def fit_alone(model):
+    x, y = arrays()
+    for i in (0, 8):
+        model.train_step((x[i : i + 8], y[i : i + 8]))
+    model.optimizer.finalize_variable_values(model.trainable_variables)
+
+
+def fit_together(model):
+    model.fit(samples(), verbose=0, callbacks=[start()])
+
+
+@sizes(2, 4, timeout_s=240)
+def case_an_optimizer_stays_the_one_of_the_script():
+    """Built before, on variables or on pieces of them: its rate, count and state are kept."""
+
+    def wrap(rule, exchange):
+        return hvd.DistributedOptimizer(rule, exchange=exchange)
+
+    with float64():
+        for rule in RULES:
+            alone, held = go_on(rule(), lambda rule, _: rule, fit_alone), rule()
+            model = go_on(held, wrap, fit_together)
+            assert model.optimizer.__wrapped__ is held
+            assert held.get_config() == model.optimizer.get_config()
+            require_close(model.get_weights(), alone.get_weights())
+            require_close(values_of(held.variables), values_of(alone.optimizer.variables))

@@ -5,7 +5,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tests.helpers.ranks import values_of
+from tests.helpers.cases import sizes
+from tests.helpers.ranks import float64, require_error, values_of
 from tfscale.testing import require_close
 
 
@@ -61,3 +62,45 @@ def case_a_rank_without_samples():
     for mode in (lambda: layer(x, training=True), tf.function(lambda: layer(x, training=True))):
         assert mode().shape == (n_rows, 2)
         np.testing.assert_allclose(layer.moving_mean.numpy(), [3.0, 4.0], rtol=1e-6)
+
+
+def normalised(optimizer, synchronized):
+    keras.utils.set_random_seed(3)
+    norm = keras.layers.BatchNormalization(synchronized=synchronized)
+    dense = [keras.layers.Dense(6, "tanh"), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((5,)), dense[0], norm, dense[1]])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def case_kerass_own_layer_by_hand():
+    """`synchronized=True` knows replicas of tf.distribute, and would stay local."""
+    rng, n = np.random.default_rng(4), 4 * tfscale.size()
+    x, y = rng.normal(size=(2 * n, 5)), rng.normal(size=(2 * n, 2))
+    with float64():
+        alone = normalised(keras.optimizers.SGD(0.1), synchronized=False)
+        for i in (0, n):
+            alone.train_step((x[i : i + n], y[i : i + n]))
+        model = normalised(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), True)
+        data = tfscale.data.GlobalBatches(x, y, batch_size=n, shuffle=False)
+        model.fit(data, verbose=0, callbacks=[tfscale.callbacks.Synchronize()])
+        require_close(model.get_weights(), alone.get_weights())
+        keras.models.clone_model(model)
+
+
+@sizes(2, timeout_s=60)
+def case_replicas_by_hand_are_refused():
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+    with strategy.scope():
+        model = normalised(keras.optimizers.SGD(0.1), synchronized=False)
+    for optimizer in (tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), model.optimizer):
+        model.optimizer = optimizer
+        require_error(
+            lambda: model.fit(
+                np.ones((4, 5)),
+                np.ones((4, 2)),
+                verbose=0,
+                callbacks=[tfscale.callbacks.Synchronize()],
+            ),
+            "in the scope of a MirroredStrategy",
+        )

@@ -15,6 +15,7 @@ HOUSE = ROOT / "tfscale"
 # From the ground up: a room imports what stands before it, and itself.
 ROOMS = (
     "config",
+    "missing",
     "internals",
     "files",
     "plan",

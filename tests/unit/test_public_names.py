@@ -24,7 +24,7 @@ MORE_NAMES = """
     broadcast_object allgather_object join DistributedGradientTape PartialDistributedGradientTape
     SyncBatchNormalization Min Max Product barrier prepare callbacks data Allreduce exit_codes
     start_timeline stop_timeline mpi_built gloo_built nccl_built ConfigError PlanError
-    ExchangeError broadcast_
+    ExchangeError broadcast_ is_homogeneous elastic
     """
 CALLBACKS = """
     AdaptiveBatchSize BatchSizeSchedule LearningRateScaling BroadcastGlobalVariablesCallback
@@ -106,6 +106,37 @@ def test_elastic_names_our_restart(name):
         getattr(hvd.elastic, name)
     assert f"Received: elastic.{name}." in str(error.value)
     assert "callbacks.Checkpoint" in str(error.value) and "--restarts" in str(error.value)
+
+
+# Uses of names of Horovod, and what the error must hold besides the name.
+MISSING = {
+    "tfscale.run(print, np=2)": ("Received: run().", "tfscale run -np 4"),
+    "tfscale.runner.launch": ("Received: runner.launch.", "tfscale run -np 4"),
+    "tfscale.ray.RayExecutor": ("Received: ray.RayExecutor.", "-H host1:2"),
+    "tfscale.spark.run": ("Received: spark.run.", "-H host1:2"),
+    "tfscale.Adasum": ("Received: Adasum.", "tfscale.Average"),
+    "tfscale.broadcast_object_fn": ("TensorFlow 1", "tfscale.broadcast_object."),
+    "tfscale.data.TfDataServiceConfig": ("data.TfDataServiceConfig", "GlobalBatches"),
+    "tfscale.data.compute_service.TfDataServiceConfig": ("TfDataServiceConfig", "GlobalBatches"),
+    "from tfscale import Adasum": ("Received: Adasum.", "tfscale.Average"),
+    "from tfscale.data import tf_data_service": ("data.tf_data_service", "GlobalBatches"),
+    "import tfscale.elastic": ("Received: import tfscale.elastic.", "--restarts"),
+    "from tfscale.ray import RayExecutor": ("Received: import tfscale.ray.", "-H host1:2"),
+    "import tfscale.data.compute_service": ("import tfscale.data.compute_service", "GlobalBatches"),
+}
+
+
+@pytest.mark.parametrize("use", MISSING)
+def test_names_that_are_missing_name_what_to_use(use):
+    with pytest.raises((ConfigError, ModuleNotFoundError)) as error:
+        exec(use, {"tfscale": tfscale})
+    for text in MISSING[use]:
+        assert text in str(error.value)
+    assert isinstance(error.value, ImportError) == ("Received: import" in str(error.value))
+
+
+def test_other_names_are_no_attributes():
+    assert not hasattr(tfscale, "no_such_name") and not hasattr(tfscale.data, "no_such_name")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale.comm import runtime
 from tfscale.comm.collectives import broadcast, call_of, require_member
 from tfscale.comm.eager import Header, agree, gather_bytes
 from tfscale.comm.runtime import ProcessSet, global_process_set
@@ -158,3 +159,11 @@ def broadcast_(
         with tf.control_dependencies([variable.assign(value)]):
             values.append(tf.identity(value))
     return values
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts run equally many processes.
+
+    Collective: all ranks must call this.
+    """
+    return len(set(allgather_object(runtime.local_size(), name="processes of hosts"))) == 1

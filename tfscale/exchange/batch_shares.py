@@ -8,6 +8,7 @@ scalars) needs the share's weight, because the shares of a batch may differ by o
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ import keras
 import tensorflow as tf
 
 from tfscale.comm import runtime
+from tfscale.config import ConfigError, ExchangeError, PlanError
+from tfscale.internals.trace import text_with_place
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,14 @@ class Share:
         rows: Number of rows that count, 0 or more.
         total: Rows of the global batch.
         computed: Number of rows that this rank computes, 1 or more.
+        others: Numbers of rows that this rank has of parts with another number of rows.
     """
 
     start: Any
     rows: Any
     total: Any
     computed: Any
+    others: tuple[Any, ...] = ()
 
     @property
     def is_even(self) -> bool:
@@ -95,23 +100,51 @@ def current() -> Share | None:
 
 @contextlib.contextmanager
 def entering(share: Share | None) -> Iterator[None]:
-    """Make a share the current one within a block; None leaves a step within it."""
+    """Make a share the current one within a block, a step of the user's; None leaves the step.
+
+    Raises:
+        ConfigError: The step fails, perhaps because it computes a part of the batch.
+    """
     _entered.append(share)
     try:
         yield
+    except (ConfigError, ExchangeError, PlanError):
+        raise
+    except (ValueError, IndexError, tf.errors.InvalidArgumentError) as error:
+        if share is None:
+            raise
+        raise ConfigError(explanation(error, share)) from error
     finally:
         _entered.pop()
+
+
+def explanation(error: Exception, share: Share | None = None) -> str:
+    """Return the text for an error in a step that was given a part of the batch."""
+    _, is_unequal, numbers = str(error).partition(_UNEQUAL)
+    if is_unequal:
+        return _unequal(*re.findall(r"\[(\d+)\]", numbers.partition("\n")[0]))
+    rows = "a part of the rows"
+    if share is not None and isinstance(share.total, int):
+        rows = f"{share.rows} of {share.total} rows"
+    return (
+        f"A step under tfscale.distribute is given the rows of its rank, {rows} on rank "
+        f"{runtime.rank()}. Received: {text_with_place(error)}. If the step works in one process, "
+        "take the number of rows from the batch, as tf.shape(x)[0], in place of a constant, and "
+        "let the first axis of all parts of a batch be samples: see docs/distribute.md."
+    )
 
 
 def share_of(batch: Any) -> Share | None:
     """Return this rank's share of a global batch; None for a batch without rows.
 
     The first tensor with rows tells their number. Earlier ranks have one row more if the number of
-    ranks does not divide it; with fewer rows than ranks the last ranks have none.
+    ranks does not divide it; with fewer rows than ranks the last ranks have none. Parts with other
+    numbers of rows are cut by these numbers, of which each must be a multiple of the ranks.
     """
-    first = next((leaf for leaf in keras.tree.flatten(batch) if _has_rows(leaf)), None)
-    if first is None:
+    with_rows = [leaf for leaf in keras.tree.flatten(batch) if _has_rows(leaf)]
+    if not with_rows:
         return None
+    first = with_rows[0]
     total = first.shape[0]
     total = tf.shape(first)[0] if total is None else int(total)
     n_ranks, rank = runtime.size(), runtime.rank()
@@ -122,7 +155,16 @@ def share_of(batch: Any) -> Share | None:
     rows = share + more
     # 0 if there are no rows: rank * share is 0 then, and `longer` the number of all.
     start = (rank * share + lower(rank, longer)) * lower(rows, 1)
-    return Share(start, rows, total, higher(rows, 1))
+    if is_static:
+        lengths = {leaf.shape[0] for leaf in with_rows if leaf.shape[0] is not None}
+        others = sorted(n for n in lengths if n != total)
+        if others and any(n % n_ranks for n in (total, *others)):
+            raise ConfigError(_unequal(total, *others))
+        of_rank = tuple(n // n_ranks for n in others)
+    else:
+        further = [leaf for leaf in with_rows[1:] if isinstance(leaf, tf.Tensor)]
+        of_rank = tuple(tf.shape(leaf)[0] // n_ranks for leaf in further)
+    return Share(start, rows, total, higher(rows, 1), of_rank)
 
 
 def cut(batch: Any, share: Share) -> Any:
@@ -131,22 +173,45 @@ def cut(batch: Any, share: Share) -> Any:
     def rows_of(leaf: Any) -> Any:
         if not _has_rows(leaf):
             return leaf
+        start, rows = _range_of(leaf, share)
         if isinstance(leaf, tf.SparseTensor):
-            begin = [share.start] + [0] * (leaf.shape.rank - 1)
-            size = tf.concat([[share.computed], tf.shape(leaf, tf.int32)[1:]], 0)
+            begin = [start] + [0] * (leaf.shape.rank - 1)
+            size = tf.concat([[rows], tf.shape(leaf, tf.int32)[1:]], 0)
             return tf.sparse.slice(leaf, begin, tf.cast(size, tf.int64))
-        if not isinstance(share.total, int) and isinstance(leaf, tf.Tensor):
-            length = tf.debugging.assert_equal(tf.shape(leaf)[0], share.total, _UNEQUAL)
-            with tf.control_dependencies([] if length is None else [length]):
-                leaf = tf.identity(leaf)
-        elif leaf.shape[0] not in (None, share.total):
-            raise ValueError(f"{_UNEQUAL} Received: {leaf.shape[0]} and {share.total} rows.")
-        return leaf[share.start : share.start + share.computed]
+        return leaf[start : start + rows]
 
     return keras.tree.map_structure(rows_of, batch)
 
 
-_UNEQUAL = "All tensors of a batch must have as many rows, which the ranks share."
+def _range_of(leaf: Any, share: Share) -> tuple[Any, Any]:
+    """Return this rank's first row of a tensor, and the number of rows that it computes."""
+    n_ranks, rank, length = runtime.size(), runtime.rank(), leaf.shape[0]
+    if length is None and not isinstance(leaf, tf.Tensor):
+        return share.start, share.computed
+    if isinstance(share.total, int) and length in (None, share.total):
+        return share.start, share.computed
+    if isinstance(share.total, int):
+        return rank * (length // n_ranks), length // n_ranks
+    length = tf.shape(leaf)[0]
+    is_same, own = length == share.total, length // n_ranks
+    are_even = (length % n_ranks == 0) & (share.total % n_ranks == 0)
+    check = tf.debugging.Assert(is_same | are_even, [_UNEQUAL, share.total, length])
+    with tf.control_dependencies([] if check is None else [check]):
+        start = tf.where(is_same, share.start, rank * own)
+    return start, tf.where(is_same, share.computed, own)
+
+
+_UNEQUAL = (
+    "Parts of a batch with different numbers of rows must have numbers that the ranks divide."
+)
+
+
+def _unequal(*numbers: Any) -> str:
+    return (
+        f"{_UNEQUAL} Received: {', '.join(map(str, numbers))} rows for {runtime.size()} ranks. Use "
+        "batch sizes that are multiples of the number of ranks, with drop_remainder=True, or as "
+        "many rows in all parts."
+    )
 
 
 def weighted(gradient: Any) -> Any:
@@ -172,7 +237,8 @@ def is_common(values: tf.Tensor) -> bool:
     if share is None or length is None:
         return False
     if isinstance(share.total, int):
-        return share.is_even and length % share.rows != 0
+        of_rank = (share.computed, *share.others)
+        return share.is_even and all(length % rows != 0 for rows in of_rank)
     return True
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfscale.comm.collectives import allgather
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import require
+from tfscale.internals.keras import wrap_once
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -52,6 +53,23 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         return global_moments(self, inputs, mask, super()._moments(inputs, mask), self._process_set)
+
+
+_SET = "_tfscale_process_set"
+
+
+def synchronize(layer: Any, process_set: ProcessSet) -> bool:
+    """Let one layer of Keras use the samples of all ranks; return whether to trace again."""
+
+    def of_all(moments: Any) -> Any:
+        def moments_of_all(inputs: Any, mask: Any) -> tuple[Any, Any]:
+            return global_moments(layer, inputs, mask, moments(inputs, mask), vars(layer)[_SET])
+
+        return moments_of_all
+
+    before, vars(layer)[_SET] = vars(layer).get(_SET), process_set
+    wrap_once(layer, "_moments", of_all)
+    return before is not process_set
 
 
 def global_moments(

@@ -11,8 +11,8 @@ from tfscale.comm import runtime
 from tfscale.comm.runtime import global_process_set
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.exchange import dense
-from tfscale.exchange.sync_batch_norm import SyncBatchNormalization
+from tfscale.exchange import batch_shares, dense
+from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit.session import session_for, session_of
 from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals.keras import (
@@ -23,7 +23,12 @@ from tfscale.internals.keras import (
     layers_of,
     wrap_train_function,
 )
-from tfscale.internals.optimizers import optimizer_of, optimizers_of, trained_by
+from tfscale.internals.optimizers import (
+    optimizer_of,
+    optimizers_of,
+    strategies_of,
+    trained_by,
+)
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 from tfscale.optimizer.saving import make_saves_safe
 
@@ -47,12 +52,14 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         The same model.
 
     Raises:
-        ConfigError: XLA was asked for, or, on several ranks, the model is not compiled.
+        ConfigError: XLA was asked for, or, on several ranks, the model is not compiled or was made
+            for replicas of tf.distribute.
     """
     if sample_batch is not None and not model.built:
         model(sample_batch)
     if runtime.is_single():
         return model
+    _refuse_replicas(model)
     if not hasattr(model, "optimizer"):
         raise ConfigError(
             "A model must be compiled before it is prepared. Received: "
@@ -76,6 +83,17 @@ def _wire(optimizer: DistributedOptimizer, model: keras.Model) -> bool:
     """Let the exchange change the model's layers; return whether to trace functions again."""
     data = session_for(model).data
     return optimizer.wire(model, data.batch_size if isinstance(data, GlobalBatches) else None)
+
+
+def _refuse_replicas(model: keras.Model) -> None:
+    """Raise a ConfigError for a model that a strategy of tf.distribute was given to train."""
+    for strategy in strategies_of(model):
+        raise ConfigError(
+            "tfscale divides the work between processes, and a strategy of tf.distribute must not "
+            f"divide it again. Received: model={model.name!r}, made or compiled in the scope of a "
+            f"{type(strategy).__name__}. Leave strategy.scope() out, and start one rank for each "
+            "replica."
+        )
 
 
 def _switch_off_xla(model: keras.Model) -> bool:
@@ -118,11 +136,20 @@ def _restore_layers(model: keras.Model) -> bool:
 
 
 def _share_statistics(model: keras.Model) -> bool:
-    """Let SyncBatchNormalization use the samples of all ranks that exchange gradients."""
+    """Let SyncBatchNormalization use the samples of all ranks that exchange gradients.
+
+    So does Keras's own layer with `synchronized=True`, which knows replicas of tf.distribute only.
+    """
     distributed = distributed_of(optimizer_of(model))
     process_set = global_process_set if distributed is None else distributed.executor.process_set
-    layers = [i for i in layers_of(model) if isinstance(i, SyncBatchNormalization)]
-    return any([layer.follow(process_set) for layer in layers])
+    layers = layers_of(model)
+    synced = [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
+    has_changed = any([layer.follow(process_set) for layer in synced])
+    if batch_shares.are_used():  # `tfscale.distribute` sees to the statistics of every layer
+        return has_changed
+    own = [i for i in layers if isinstance(i, keras.layers.BatchNormalization)]
+    own = [i for i in own if i.synchronized and i not in synced]
+    return any([synchronize(layer, process_set) for layer in own]) or has_changed
 
 
 def build(model: keras.Model) -> None:

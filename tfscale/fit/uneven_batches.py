@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
-from tfscale.config import ExchangeError
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
@@ -302,6 +302,8 @@ class GuardedStep:
             if has_stopped(error.message):
                 return self._stop(model, engine_text(error.message))
             if not is_exchange_error(error):
+                if shares.are_used() and isinstance(error, tf.errors.InvalidArgumentError):
+                    raise ConfigError(shares.explanation(error)) from error
                 raise
             raise ExchangeError(engine_text(error.message)) from error
         if session is not None:

@@ -82,6 +82,17 @@ class Patches:
         """Wrap the method `update_state` (self, values, sample_weight) of the metric Mean."""
         self.wrap(keras.metrics.Mean, "update_state", wrap)
 
+    def wrap_strategies(self, scope: Wrap, init: Wrap) -> None:
+        """Wrap the scope of strategies of tf.distribute, and the start of those of workers."""
+        kinds = tf.distribute
+        for kind in (kinds.Strategy, kinds.OneDeviceStrategy):
+            self.wrap(kind, "scope", scope)
+        for kind in (
+            kinds.MultiWorkerMirroredStrategy,
+            kinds.experimental.MultiWorkerMirroredStrategy,
+        ):
+            self.wrap(kind, "__init__", init)
+
     def wrap_draws(self, shaped: Wrap, dropout: Wrap, categorical: Wrap) -> None:
         """Wrap the draws of random numbers: of a shape, of dropout, and of logits."""
         for name in _SHAPED:

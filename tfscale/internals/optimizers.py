@@ -4,8 +4,9 @@ Undocumented names of Keras used here, checked with Keras 3.10 and 3.15:
 `Optimizer._trainable_variables`, `_variables`, `_get_variable_index`, `_iterations`,
 `_learning_rate`, `_var_key`, `_accumulated_gradients`, `_use_weight_decay`,
 `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`,
-`_model_variables_moving_average`,
-`_update_model_variables_moving_average`; `Variable.overwrite_with_gradient`, `Variable._path`.
+`_model_variables_moving_average`, `_update_model_variables_moving_average`, `_track_variable`,
+`_tracker`, `_trainable_variables_indices`, `_distribution_strategy`;
+`Variable.overwrite_with_gradient`, `Variable._path`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from tfscale.internals import stack
 from tfscale.internals.keras import is_built, raw_variable
 
 _MAX_FRAMES = 32  # between LossScaleOptimizer.apply and here, those of tf.cond included
+# Those that make variables of their own, which are no variables of Keras.
+_STRATEGIES = (
+    *(tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy),
+    *(tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
+    *(tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy),
+)
 _DECAY_EXCLUSIONS = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
@@ -68,6 +75,16 @@ def trained_by(rule: Any) -> list[Any]:
 def index_of(rule: Any, variable: Any) -> int:
     """Return the position of a variable that an update rule was built on."""
     return int(rule._get_variable_index(variable))
+
+
+def strategies_of(model: Any) -> list[Any]:
+    """Return the strategies of tf.distribute in whose scope a model and its optimizer were made."""
+    rule = update_rule(optimizer_of(model))
+    both = (
+        getattr(model, "distribute_strategy", None),
+        getattr(rule, "_distribution_strategy", None),
+    )
+    return [strategy for strategy in both if isinstance(strategy, _STRATEGIES)]
 
 
 def optimizer_of(model: Any) -> Any:
@@ -267,3 +284,55 @@ def unbuilt(optimizer: Any) -> Any:
         if hasattr(optimizer, name):
             setattr(other, name, getattr(optimizer, name))
     return other
+
+
+def unbuild(optimizer: Any) -> None:
+    """Take an optimizer back to the time before `build`, without slots.
+
+    It stays the same object, with its settings, learning rate and count of steps, which a script
+    may hold.
+    """
+    inner = scaled_by(optimizer)
+    if inner is not None:
+        unbuild(inner)
+    kept = [optimizer._iterations, optimizer._learning_rate]
+    kept = [v for v in optimizer._variables if any(v is each for each in kept)]
+    dropped = {id(v) for v in optimizer._variables} - {id(v) for v in kept}
+    for name, value in list(vars(optimizer).items()):
+        slots = value if isinstance(value, list | tuple) else [value]
+        if any(id(slot) in dropped for slot in slots):
+            delattr(optimizer, name)
+    tracker = optimizer._tracker
+    del optimizer._tracker  # it would put a list of its own into `_variables`
+    # A new list: tf.train.Checkpoint saves none that has lost an element.
+    optimizer._variables, optimizer._trainable_variables = [], []
+    optimizer._tracker = tracker
+    optimizer._trainable_variables_indices = {}
+    tracker.config["variables"] = (tracker.config["variables"][0], optimizer._variables)
+    tracker.stored_ids["variables"].clear()
+    for variable in kept:
+        optimizer._track_variable(variable)
+    optimizer.built = False
+
+
+def unlisted_state(rule: Any) -> dict[str, np.ndarray]:
+    """Return by attribute the values of variables that Keras does not list, and so does not save.
+
+    An example is Nadam's product of momenta inside of loss scaling.
+    """
+    listed = {id(v) for v in rule._variables}
+    variables = {n: v for n, v in vars(rule).items() if isinstance(v, keras.Variable)}
+    return {name: v.numpy() for name, v in variables.items() if id(v) not in listed}
+
+
+_HOLDER = "_tfscale_holder"
+
+
+def holder_of(rule: Any) -> Any:
+    """Return the distributed optimizer that has built an update rule on pieces of variables."""
+    return vars(rule).get(_HOLDER)
+
+
+def set_holder(rule: Any, holder: Any) -> None:
+    """Note which distributed optimizer has built an update rule on pieces; None for variables."""
+    vars(rule)[_HOLDER] = holder

@@ -4,12 +4,15 @@ Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `FuncGraph.captu
 `ControlFlowFuncGraph`,
 `control_flow_util.GraphOrParentsInXlaContext`, `FunctionCache`, `polymorphic_function.Function`
 (`_function_cache`, `_lock`, `_created_variables`, `_variable_creation_config`,
-`_no_variable_creation_config`), `Tensor._handle_data`.
+`_no_variable_creation_config`), `Tensor._handle_data`; `ag_error_metadata` of errors in functions
+that AutoGraph converts.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -323,3 +326,28 @@ def ops_of(concrete: Any) -> set[str]:
 def set_attribute(op: tf.Operation, name: str, text: str) -> None:
     """Give an op of a graph an attribute of one's own."""
     op._set_attr(name, tf.compat.v1.AttrValue(s=text.encode()))
+
+
+def text_with_place(error: Exception) -> str:
+    """Return class and text of an error, with the line of the user's code that raised it."""
+    converted = getattr(error, "ag_error_metadata", None)
+    if converted is not None:  # names the lines of the source, not of what AutoGraph made of it
+        return str(converted.get_message()).strip().rstrip(".")
+    if isinstance(error, tf.errors.OpError):  # its message holds the stack of the op
+        lines = [line.strip() for line in error.message.splitlines()]
+        places = [line for line in lines if line.startswith('File "') and _is_users(line)]
+        texts = [line for line in lines if line and not line.startswith(_STACK)]
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f'File "{f.filename}", line {f.lineno}: {f.line}' for f in frames]
+        places, texts = list(filter(_is_users, places)), [str(error).strip()]
+    place = f" ({places[-1]})" if places else ""
+    return f"{type(error).__name__}: {' '.join(texts).rstrip('.')}{place}"
+
+
+def _is_users(place: str) -> bool:
+    return not any(folder in place for folder in ("site-packages", _HERE))
+
+
+_STACK = ("File ", "Graph execution error", "Detected at node", "[[{{node", "<stack traces")
+_HERE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")

@@ -28,14 +28,18 @@ from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import (
+    holder_of,
     iterations_of,
     optimizer_of,
     optimizers_of,
     piece_of,
     scaled_by,
+    set_holder,
     trained_by,
     trains_all,
+    unbuild,
     unbuilt,
+    unlisted_state,
     update_rule,
 )
 from tfscale.internals.trace import drop_traces
@@ -297,6 +301,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         executor = self._self_executor
         if self._self_is_ready:
             return executor
+        before = holder_of(update_rule(self.__wrapped__))
+        if before is not None and before is not self:
+            before._rebuild_whole()  # it was compiled again, and wrapped in this one
         strategy = executor.strategy
         if isinstance(strategy, LocalSGD) and not runtime.is_single():
             self._self_groups = LocalGroups(strategy, executor)
@@ -331,10 +338,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         executor, inner = self._ready(), self.__wrapped__
         if executor.shards is not None:
             return
-        if inner.built and executor.is_sharding:
+        rule = update_rule(inner)
+        if rule.built and executor.is_sharding:
             with tf.init_scope():  # this may be the first step, for example of a loaded model
+                if not inner.built:  # loss scaling that `compile` has put around it since
+                    inner.build(trained_by(rule))
                 state = [v.numpy() for v in inner.variables]
-            self._rebuild(trained_by(update_rule(inner)), state)
+            self._rebuild(trained_by(rule), state)
         else:
             self._build(variables)
 
@@ -351,6 +361,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             if shards is not None:
                 futures.make_futures(shards.cut, shards.refresh)
                 self._self_kept = KeptState(inner, rule, shards, executor.process_set)
+                set_holder(rule, self)
         if self._self_groups is not None:
             self._self_groups.build(inner, executor)
 
@@ -374,7 +385,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return [variables.get(id(v), v) for v in trained]
 
     def _rebuild(self, variables: Sequence[Any], state: Sequence[np.ndarray]) -> None:
-        """Build an optimizer with the same settings on what this rank updates now. Collective.
+        """Build the wrapped optimizer again, on what this rank updates now. Collective.
 
         `variables` are the model's, in the order of the optimizer; `state` is complete.
         """
@@ -382,11 +393,18 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if shards is not None:
             futures.release(shards.cut)
         self._self_executor.shards = None
+        rule = update_rule(self.__wrapped__)
+        if self._self_kept is not None:
+            self._self_kept.stop_serving()
+            set_holder(rule, None)
         self._self_kept = None
         self._self_is_attached = False
         with tf.init_scope():
-            self.__wrapped__ = unbuilt(self.__wrapped__)
+            unlisted = unlisted_state(rule)
+            unbuild(self.__wrapped__)
             self._build(variables)
+            for name, value in unlisted.items():
+                getattr(rule, name).assign(value)
             if self._self_kept is not None:
                 self._self_kept.load(state)
             else:
@@ -473,8 +491,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 "was built before tfscale.prepare(model). Write DistributedOptimizer("
                 "LossScaleOptimizer(...))."
             )
+        self._rebuild_whole()
+
+    def _rebuild_whole(self) -> None:
+        """Rebuild the wrapped optimizer on whole variables, until it is used again. Collective."""
+        assert self._self_kept is not None
         variables, state = self.built_for(), self._self_kept.gather()
-        executor.may_shard = False
+        self._self_executor.may_shard = False
         self._rebuild(variables, state)
         self._self_is_ready = False  # a later wrapper or plan may allow sharding again
 

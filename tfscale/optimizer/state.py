@@ -260,6 +260,11 @@ class KeptState:
         self._rule.save_own_variables = save_own_variables
         self._rule.load_own_variables = load_own_variables
 
+    def stop_serving(self) -> None:
+        """Leave saving and loading to the optimizer, which is about to be built on other pieces."""
+        for name in ("save_own_variables", "load_own_variables"):
+            vars(self._rule).pop(name, None)
+
 
 class Meeting:
     """A barrier with a timeout for the ranks of a group.

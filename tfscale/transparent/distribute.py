@@ -10,6 +10,7 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -148,6 +149,7 @@ class Distributed:
         self._patches.wrap_saves(save_model=_saving_by_method, save_weights=_saving_by_method)
         self._patches.wrap(keras.export.ExportArchive, "write_out", _exporting_once)
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
+        self._patches.wrap_strategies(_without_replicas, _without_workers)
         shares.use(True)
         write_on_first_rank(True)
         if runtime.rank() > 0:
@@ -205,13 +207,19 @@ class Distributed:
     def _prepare_training(self, model: keras.Model) -> steps.FirstBatches:
         """Prepare a model, and wrap its optimizers."""
         compare = self._prepare(model)
-        for name, value in list(vars(model).items()):
-            if isinstance(value, keras.optimizers.Optimizer) and not is_wrapped(value):
-                wrapped = DistributedOptimizer(
+        own = {n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
+        # One for each, also of two attributes, or of a model that was compiled again.
+        wrapped = {id(o.__wrapped__): o for o in own.values() if is_wrapped(o)}
+        for name, value in own.items():
+            if is_wrapped(value):
+                continue
+            if id(value) not in wrapped:
+                wrapped[id(value)] = DistributedOptimizer(
                     value, exchange=self._exchange, repeated_indices="keras"
                 )
-                setattr(model, name, wrapped)
-        self._updated_by.update(update_rule(o) for o in optimizers_of(model) if is_wrapped(o))
+            setattr(model, name, wrapped[id(value)])
+        rules = (update_rule(o.__wrapped__) for o in optimizers_of(model) if is_wrapped(o))
+        self._updated_by.update(rules)  # not the wrappers, which end when a model is compiled again
         return compare
 
     def _apply(self, apply: Any) -> Any:
@@ -250,7 +258,8 @@ class Distributed:
             if not isinstance(given["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
                 self._prepare(model)
                 _require_equal_arguments(given, "evaluate")
-                given["callbacks"] = [MetricAverageCallback(), *_listed(given["callbacks"])]
+                own = map(_written_once, _listed(given["callbacks"]))
+                given["callbacks"] = [MetricAverageCallback(), *own]
             return evaluate(model, **given)
 
         return evaluate_together
@@ -341,7 +350,7 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
         elif isinstance(callback, Checkpoint):
             first.append(callback)
         else:
-            others.append(RankZero(callback) if _only_writes(callback) else callback)
+            others.append(_written_once(callback))
     synchronize = Synchronize()
     synchronize.requires_built = False
     for part in synchronize.companions:
@@ -349,6 +358,10 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
             part.averages_validation = True
     has_one = any(isinstance(callback, Synchronize) for callback in others)
     return [*first, *([] if has_one else [synchronize]), *others]
+
+
+def _written_once(callback: Any) -> Any:
+    return RankZero(callback) if _only_writes(callback) else callback
 
 
 def _only_writes(callback: Any) -> bool:
@@ -371,6 +384,39 @@ def _refuse_stateful(model: keras.Model) -> None:
             "with stateful=True. Use stateful=False, or train without tfscale.distribute, with "
             "sequences of its own for each rank: see docs/data.md."
         )
+
+
+# Strategies of tf.distribute.
+
+
+def _without_replicas(scope: Any) -> Any:
+    def scope_of_one(strategy: Any) -> Any:
+        n_replicas, name = strategy.num_replicas_in_sync, type(strategy).__name__
+        if n_replicas > 1 or "ParameterServer" in name:
+            raise ConfigError(
+                "tfscale.distribute divides each batch between ranks, and a strategy of "
+                f"tf.distribute must not divide it again. Received: the scope of a {name} with "
+                f"{n_replicas} replicas. Start one rank for each device, and show it that device "
+                "alone (CUDA_VISIBLE_DEVICES), or leave strategy.scope() out."
+            )
+        return contextlib.nullcontext(strategy)  # of one device, where a rank computes anyway
+
+    return scope_of_one
+
+
+def _without_workers(init: Any) -> Any:
+    def init_of_one(strategy: Any, cluster_resolver: Any = None, *args: Any, **options: Any) -> Any:
+        resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        tasks = [task for job in resolver.cluster_spec().as_dict().values() for task in job]
+        if len(tasks) > 1:
+            raise ConfigError(
+                "tfscale.distribute lets its own ranks train together, and TensorFlow's workers "
+                f"would wait for each other. Received: {type(strategy).__name__} with a cluster "
+                f"of {len(tasks)} tasks. Unset TF_CONFIG, and name the hosts to `tfscale run -H`."
+            )
+        init(strategy, cluster_resolver, *args, **options)
+
+    return init_of_one
 
 
 # Arguments of the ranks.

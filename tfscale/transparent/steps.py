@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm import collectives
+from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
@@ -403,10 +403,12 @@ def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
         return None
     layout = block_layout(source) if tf.is_tensor(source) else None
     first = tf.get_static_value(shape[0]) if tf.is_tensor(shape[0]) else shape[0]
+    others = share.others
     if first is not None:
-        if not isinstance(share.computed, int) or first % share.computed:
+        others = [rows for rows in others if isinstance(rows, int) and rows == first]
+        if not isinstance(share.computed, int) or (first % share.computed and not others):
             return None
-        if first != share.computed and layout is None:
+        if first != share.computed and layout is None and not others:
             return None
     if source is not shape:
         shape = tf.shape(source)
@@ -419,4 +421,10 @@ def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
     # A length that is no multiple of the rows, such as one of sequences, is common to all samples.
     is_of_rows = shape[0] % share.computed == 0
     whole = tf.where(is_of_rows, share.total * per_row, shape[0])
-    return _Draw(tf.concat([[whole], shape[1:]], 0), tf.where(is_of_rows, indices, own))
+    indices = tf.where(is_of_rows, indices, own)
+    if others:  # unless it is that of a part with another number of rows, which all ranks share
+        n_ranks = runtime.size()
+        is_other = ~is_of_rows & tf.reduce_any([shape[0] == rows for rows in others])
+        whole = tf.where(is_other, n_ranks * shape[0], whole)
+        indices = tf.where(is_other, runtime.rank() * shape[0] + own, indices)
+    return _Draw(tf.concat([[whole], shape[1:]], 0), indices)
