@@ -10,11 +10,12 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import keras
@@ -30,12 +31,14 @@ from tfscale.callbacks import (
 )
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
+from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.start import init
 from tfscale.config import ConfigError, ExchangeError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
 from tfscale.fit.preparation import prepare
+from tfscale.fit.session import running_session
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
 from tfscale.internals.keras import layers_of, wrap_once
 from tfscale.internals.optimizers import (
@@ -47,6 +50,7 @@ from tfscale.internals.optimizers import (
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
 from tfscale.transparent import steps
+from tfscale.transparent.batches import BatchComparison, OrderedPipelines
 
 BatchNorm = Literal["global", "local"]
 
@@ -55,9 +59,12 @@ _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callba
 _WRITING_PACKAGES = ("wandb", "mlflow", "tqdm", "comet_ml", "neptune", "clearml", "dvclive", "aim")
 # Of ranks other than 0: `wandb.init` in a script starts no run there.
 _OTHER_RANKS = {"WANDB_MODE": "disabled"}
-_COMPARED_BATCHES = 2
 _DIGEST_BYTES = 1 << 26  # of one array; of larger ones, rows at equal distances
-_PARTS = ("train_step", "test_step", "predict_step")
+_STEPS = {
+    "train_step": steps.on_share,
+    "test_step": steps.on_share,
+    "predict_step": steps.on_all_rows,
+}
 _running: Distributed | None = None
 
 
@@ -113,7 +120,8 @@ class Distributed:
 
     def __init__(self, exchange: Any, batch_norm: BatchNorm, all_output: bool) -> None:
         self._exchange, self._patches = exchange, Patches()
-        self._models: weakref.WeakKeyDictionary[keras.Model, steps.FirstBatches]
+        # Of each model, the batches of each kind of step.
+        self._models: weakref.WeakKeyDictionary[keras.Model, dict[str, BatchComparison]]
         self._models = weakref.WeakKeyDictionary()
         self._updated_by: weakref.WeakSet[Any] = weakref.WeakSet()  # rules inside of wrappers
         self._stdout: int | None = None
@@ -135,6 +143,7 @@ class Distributed:
         self._patches.wrap_saves(save_model=_saving_by_method, save_weights=_saving_by_method)
         self._patches.wrap(keras.export.ExportArchive, "write_out", _exporting_once)
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
+        self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().wrap)
         shares.use(True)
         write_on_first_rank(True)
         if runtime.rank() > 0:
@@ -151,7 +160,7 @@ class Distributed:
         write_on_first_rank(False)
         replace_environment(self._environment)
         for model in self._models:
-            for name in (*_PARTS, "save", "save_weights"):
+            for name in (*_STEPS, "save", "save_weights"):
                 vars(model).pop(name, None)
             model.train_function = model.test_function = model.predict_function = None
         if self._stdout is not None:
@@ -169,8 +178,8 @@ class Distributed:
 
     # Models.
 
-    def _prepare(self, model: keras.Model) -> steps.FirstBatches:
-        """Let the steps of a model compute shares; return the comparison of its batches."""
+    def _prepare(self, model: keras.Model) -> dict[str, BatchComparison]:
+        """Let the steps of a model compute shares; return the comparisons of its batches."""
         if is_alone():
             raise ConfigError(
                 "Under tfscale.distribute all ranks compute the steps of a model together. "
@@ -179,16 +188,15 @@ class Distributed:
             )
         if model not in self._models:
             _refuse_stateful(model)
-            self._models[model] = compare = steps.FirstBatches(_COMPARED_BATCHES)
-            wrap_once(model, "train_step", lambda step: steps.on_share(step, compare))
-            wrap_once(model, "test_step", steps.on_share)
-            wrap_once(model, "predict_step", steps.on_all_rows)
+            self._models[model] = looks = {name: BatchComparison() for name in _STEPS}
+            for name, wrap in _STEPS.items():
+                wrap_once(model, name, functools.partial(wrap, look=looks[name]))
             model.train_function = model.test_function = model.predict_function = None
         return self._models[model]
 
-    def _prepare_training(self, model: keras.Model) -> steps.FirstBatches:
+    def _prepare_training(self, model: keras.Model) -> BatchComparison:
         """Prepare a model, and wrap its optimizers."""
-        compare = self._prepare(model)
+        batches = self._prepare(model)["train_step"]
         for name, value in list(vars(model).items()):
             if isinstance(value, keras.optimizers.Optimizer) and not is_wrapped(value):
                 wrapped = DistributedOptimizer(
@@ -196,7 +204,7 @@ class Distributed:
                 )
                 setattr(model, name, wrapped)
         self._updated_by.update(update_rule(o) for o in optimizers_of(model) if is_wrapped(o))
-        return compare
+        return batches
 
     def _apply(self, apply: Any) -> Any:
         def apply_inside(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,30 +227,34 @@ class Distributed:
     def _fit(self, fit: Any) -> Any:
         def fit_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, model, *args, **kwargs)
-            self._prepare_training(model).expect()
+            batches = self._prepare_training(model)
             _require_equal_arguments(given, "fit")
             given["callbacks"] = arrange(given["callbacks"])
-            return fit(model, **given)
+            batches.expect(given["x"], "fit")
+            history = fit(model, **given)
+            # Groups exchange nothing in most steps.
+            batches.require_equal(has_stopped=model.stop_training)
+            return history
 
         return fit_together
 
     def _evaluate(self, evaluate: Any) -> Any:
         def evaluate_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             given = arguments_of(evaluate, model, *args, **kwargs)
+            batches = self._prepare(model)["test_step"]
             if not isinstance(given["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
-                self._prepare(model)
                 _require_equal_arguments(given, "evaluate")
                 given["callbacks"] = [MetricAverageCallback(), *_listed(given["callbacks"])]
-            return evaluate(model, **given)
+            return _compared(batches, given["x"], "evaluate", lambda: evaluate(model, **given))
 
         return evaluate_together
 
     def _predict(self, predict: Any) -> Any:
         def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             given = arguments_of(predict, model, *args, **kwargs)
-            self._prepare(model)
+            batches = self._prepare(model)["predict_step"]
             _require_equal_arguments(given, "predict")
-            return predict(model, **given)
+            return _compared(batches, given["x"], "predict", lambda: predict(model, **given))
 
         return predict_together
 
@@ -251,19 +263,20 @@ class Distributed:
             given = arguments_of(on_batch, model, *args, **kwargs)
             as_dict, given["return_dict"] = given["return_dict"], True
             if "class_weight" in given:
-                self._prepare_training(model).expect()
+                self._prepare_training(model).expect_one("train_on_batch")
                 prepare(model)
             else:
-                self._prepare(model)
-            results = metrics_of_all_ranks(model, on_batch(model, **given))
+                self._prepare(model)["test_step"].expect_one("test_on_batch")
+            own = raise_own_errors(lambda: on_batch(model, **given))
+            results = metrics_of_all_ranks(model, own)
             return results if as_dict else metrics_in_order(model, results)
 
         return on_batch_together
 
     def _predict_on_batch(self, predict_on_batch: Any) -> Any:
         def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            self._prepare(model)
-            return predict_on_batch(model, *args, **kwargs)
+            self._prepare(model)["predict_step"].expect_one("predict_on_batch")
+            return raise_own_errors(lambda: predict_on_batch(model, *args, **kwargs))
 
         return predict_together
 
@@ -354,7 +367,17 @@ def _refuse_stateful(model: keras.Model) -> None:
         )
 
 
-# Arguments of the ranks.
+# Data of the ranks.
+
+
+def _compared(batches: BatchComparison, data: Any, method: str, call: Callable[[], Any]) -> Any:
+    """Return what a call returns if it has read the same batches on all ranks. Collective."""
+    batches.expect(data, method)
+    result = raise_own_errors(call)
+    session = running_session()
+    if session is None or not session.is_void:  # no rank would answer there
+        batches.require_equal()
+    return result
 
 
 def _require_equal_arguments(given: dict[str, Any], method: str) -> None:
