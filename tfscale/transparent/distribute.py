@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -49,8 +50,9 @@ from tfscale.internals.optimizers import (
 )
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
-from tfscale.transparent import steps
+from tfscale.transparent import files, steps
 from tfscale.transparent.batches import BatchComparison, OrderedPipelines
+from tfscale.transparent.files import share_logs
 
 BatchNorm = Literal["global", "local"]
 
@@ -105,20 +107,23 @@ def distribute(
     allowed = get_args(BatchNorm)
     require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm, "")
     resolve(exchange)
+    began_s = time.time()
     init()
     if seed is None:  # sent only then: TensorFlow's threads and devices cannot be set afterwards
         drawn = int.from_bytes(os.urandom(4), "little")
         seed = objects.broadcast_object(drawn, 0, name="seed")
     keras.utils.set_random_seed(seed)
     if _running is None:
-        _running = Distributed(exchange, batch_norm, all_output)
+        _running = Distributed(exchange, batch_norm, all_output, began_s)
     return _running
 
 
 class Distributed:
     """The patches of `tfscale.distribute`, which `undo` takes back."""
 
-    def __init__(self, exchange: Any, batch_norm: BatchNorm, all_output: bool) -> None:
+    def __init__(
+        self, exchange: Any, batch_norm: BatchNorm, all_output: bool, began_s: float
+    ) -> None:
         self._exchange, self._patches = exchange, Patches()
         # Of each model, the batches of each kind of step.
         self._models: weakref.WeakKeyDictionary[keras.Model, dict[str, BatchComparison]]
@@ -144,6 +149,8 @@ class Distributed:
         self._patches.wrap(keras.export.ExportArchive, "write_out", _exporting_once)
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
         self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().wrap)
+        strategy = resolve(exchange).within_group()
+        files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
         shares.use(True)
         write_on_first_rank(True)
         if runtime.rank() > 0:
@@ -305,9 +312,9 @@ def _saving_by_method(save: Any) -> Any:
 
 
 def _exporting_once(export: Any) -> Any:
-    def export_once(exported: Any, *args: Any, **kwargs: Any) -> None:
+    def export_once(exported: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         what = f"{type(exported).__name__}.{export.__name__}"
-        on_first_rank(lambda: export(exported, *args, **kwargs), what)
+        on_first_rank(lambda: export(exported, filepath, *args, **kwargs), what, filepath)
 
     return export_once
 
@@ -328,6 +335,8 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
         )
     first: list[Any] = []
     others: list[Any] = []
+    loggers = [c for c in _listed(callbacks) if isinstance(c, keras.callbacks.CSVLogger)]
+    everywhere = [c for c, differs in zip(loggers, share_logs(loggers), strict=True) if differs]
     for callback in _listed(callbacks):
         if type(callback) is keras.callbacks.BackupAndRestore:
             options = (callback.save_freq, callback.double_checkpoint, callback.delete_checkpoint)
@@ -335,7 +344,9 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
         elif isinstance(callback, Checkpoint):
             first.append(callback)
         else:
-            others.append(RankZero(callback) if _only_writes(callback) else callback)
+            is_of_all = any(callback is c for c in everywhere)
+            writes = _only_writes(callback) and not is_of_all
+            others.append(RankZero(callback) if writes else callback)
     synchronize = Synchronize()
     synchronize.requires_built = False
     for part in synchronize.companions:
