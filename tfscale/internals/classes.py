@@ -27,6 +27,8 @@ from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_losses
 from keras.src.losses.losses import LossFunctionWrapper
 
+from tfscale.internals.stack import is_called_by_program
+
 _MISSING = object()
 # Draws whose first argument is the shape of the result.
 _SHAPED = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binomial", "beta")
@@ -62,6 +64,19 @@ class Patches:
             if isinstance(module, types.ModuleType) and vars(module).get(name) is function:
                 self._replaced.append((module, name, function))
                 setattr(module, name, wrapped)
+
+    def wrap_for_program(self, owner: Any, name: str, wrap: Wrap) -> None:
+        """Wrap a function for calls of the main program and the modules in its folder only."""
+
+        def wrap_calls(function: Any) -> Any:
+            changed = wrap(function)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return (changed if is_called_by_program() else function)(*args, **kwargs)
+
+            return call
+
+        self.wrap(owner, name, wrap_calls)
 
     def wrap_checkpoints(self, wrap: Wrap) -> None:
         """Wrap the method (self, file_prefix, options) that writes a `tf.train.Checkpoint`."""

@@ -94,6 +94,7 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
 
 _is_written_once = False  # whether all ranks call saves, and rank 0 writes for all
 _is_alone = False  # whether what runs is called on one rank
+_told: set[str] = set()  # calls whose paths differ
 
 
 def write_on_first_rank(is_written_once: bool) -> None:
@@ -142,7 +143,8 @@ def on_first_rank(
     own = os.path.abspath(os.fspath(path)) if is_path else f"object on {runtime.rank()}"
     paths = objects.allgather_object(own, name=what)
     is_writer = paths.index(own) == runtime.rank()
-    if len(set(paths)) > 1 and is_path and own == paths[0]:
+    if len(set(paths)) > 1 and is_path and runtime.rank() == 0 and what not in _told:
+        _told.add(what)
         other = next(rank for rank, name in enumerate(paths) if name != own)
         logger.warning(
             "%s: each rank writes a file of its own, as paths differ: %s on rank 0, %s on rank %d. "

@@ -31,7 +31,6 @@ import tensorflow as tf
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError, environment
 from tfscale.internals.classes import Patches, folder_of_downloads
-from tfscale.internals.stack import is_called_by_program
 from tfscale.optimizer.saving import on_first_rank
 
 logger = logging.getLogger("tfscale")
@@ -64,8 +63,8 @@ def patch(patches: Patches, began_s: float, shares_state: bool) -> None:
     patches.wrap_checkpoints(lambda write: _checkpoint_once(write, shares_state))
     folders = Folders(began_s)
     for owner, name in ((os, "mkdir"), (os, "makedirs"), (pathlib.Path, "mkdir")):
-        patches.wrap(owner, name, folders.wrap_make)
-    patches.wrap(shutil, "rmtree", folders.wrap_remove)
+        patches.wrap_for_program(owner, name, folders.wrap_make)
+    patches.wrap_for_program(shutil, "rmtree", folders.wrap_remove)
 
 
 # Downloads.
@@ -262,9 +261,7 @@ class Folders:
     def wrap_make(self, make: Any) -> Any:
         """Return a function for `make` that takes a folder of another rank for its own."""
 
-        def make_too(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_called_by_program():
-                return make(path, *args, **kwargs)
+        def make_too(path: Any, *args: Any, **kwargs: Any) -> None:
             name = os.path.abspath(path)
             try:
                 make(path, *args, **kwargs)
@@ -279,7 +276,7 @@ class Folders:
         """Return a function for `rmtree` that leaves what another rank has made again."""
 
         def remove_too(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not is_called_by_program() or not isinstance(path, str | os.PathLike):
+            if not isinstance(path, str | os.PathLike):
                 return remove(path, *args, **kwargs)
             name = os.path.abspath(path)
             if not os.path.exists(name):
