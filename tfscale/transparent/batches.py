@@ -26,9 +26,9 @@ logger = logging.getLogger("tfscale")
 _ARGUMENTS = ("x", "y", "sample_weight")
 _COMPARED_BATCHES = 2  # of each `fit`, before they are computed
 _N_SIGNS = 32
-_DIGEST_RANGE = 2**62
-# Odd numbers: products with them keep all bits. The first is 2^64 / golden ratio, as a signed one.
-_FACTOR, _FACTOR_32 = -7046029254386353131, -1640531535
+_FACTOR = (
+    -7046029254386353131
+)  # odd, so products keep all bits: 2^64 / golden ratio, as a signed one
 _STATELESS = (
     "Put random layers into the model, or draw with tf.image.stateless_* or tf.random.stateless_* "
     "from a seed for each element, as Dataset.enumerate() and Dataset.random(seed) give it"
@@ -135,47 +135,18 @@ def _cause_in(steps: list[Step]) -> str:
 
 
 def digest_of(leaf: tf.Tensor) -> tf.Tensor:
-    """Return an int64 that differs for tensors that differ in a value or a place.
+    """Return an int64 that differs for tensors that differ in a bit or a place.
 
-    Sums of all columns and of all rows, of the bits as 32-bit integers, are weighted by their
-    place. That takes as long as reading the tensor twice; a hash of its bytes takes three times as
-    long. Other dtypes than those of 4 and 8 bytes are hashed, unless 4 bytes fit into each row.
+    The fingerprint of each row counts with a weight of its place. Numbers are read once and not
+    copied.
     """
-    words = _words(leaf)
-    if words is None:
-        text = tf.io.serialize_tensor(leaf)
-        return tf.strings.to_hash_bucket_fast(text, _DIGEST_RANGE)
-    sums = [tf.reduce_sum(words, 0), tf.reduce_sum(words, 1)]
-    first, second = (tf.reduce_sum(each * _weights(tf.size(each))) for each in sums)
-    return tf.cast(first, tf.int64) * _FACTOR + tf.cast(second, tf.int64)
-
-
-def _weights(length: tf.Tensor) -> tf.Tensor:
-    places = tf.range(1, length + 1) * _FACTOR_32
-    mixed = tf.bitwise.bitwise_xor(places, tf.bitwise.right_shift(places, 15)) * _FACTOR_32
-    return tf.bitwise.bitwise_or(mixed, 1)
-
-
-def _words(leaf: tf.Tensor) -> tf.Tensor | None:
-    """Return the bits of a tensor as a matrix of int32 with a row for each sample, or None."""
-    dtype = leaf.dtype
-    is_number = dtype.is_floating or dtype.is_integer
-    if not is_number or dtype.is_quantized or leaf.shape.rank is None:
-        return None
-    if leaf.shape.rank < 2:
-        leaf = tf.reshape(leaf, [-1, 1])
-    n_values = leaf.shape[1:].num_elements()
-    if n_values is None and dtype.size < 4:
-        return None
-    n_rows = tf.shape(leaf)[0]
-    if dtype.size < 4:
-        per_word = 4 // dtype.size
-        if n_values % per_word or n_values == 0:
-            return None
-        leaf = tf.reshape(leaf, [n_rows, n_values // per_word, per_word])
-    words = tf.bitcast(leaf, tf.int32)
-    n_words = tf.size(words) // tf.maximum(n_rows, 1)
-    return tf.reshape(words, [n_rows, n_words])
+    if leaf.dtype in (tf.variant, tf.resource):
+        return tf.constant(0, tf.int64)
+    if not leaf.shape.rank:
+        leaf = tf.reshape(leaf, [1, -1])
+    rows = tf.bitcast(tf.fingerprint(leaf), tf.int64)
+    places = tf.range(tf.size(rows, tf.int64), dtype=tf.int64)
+    return tf.reduce_sum(rows * (places * 2 + 1)) * _FACTOR + tf.size(leaf, tf.int64)
 
 
 def _signs(digests: tf.Tensor) -> tf.Tensor:
