@@ -66,7 +66,7 @@ def are_used() -> bool:
 
 @dataclass(frozen=True)
 class Rider:
-    """Numbers that travel with the first sum of a step, to find ranks that differ in them.
+    """Numbers that are sent with the first sum of a step, to find ranks that differ in them.
 
     Attributes:
         signs: A vector of 1 and -1.
