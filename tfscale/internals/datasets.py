@@ -9,6 +9,7 @@ names of op types; `disable_op_determinism` and `is_op_determinism_enabled` of
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,13 +69,17 @@ def steps_of(dataset: tf.data.Dataset) -> list[Step]:
         each = waiting.pop(0)
         waiting.extend(inputs_of(each))
         functions = each._functions() if hasattr(each, "_functions") else []
-        is_loose = is_unordered(each) or each.options().deterministic is False
+        is_loose = each.options().deterministic is False
+        with contextlib.suppress(tf.errors.OpError):  # a pipeline that cannot be serialized
+            is_loose = is_loose or is_unordered(each)
         if not functions and not is_loose:
             continue
         kind = type(each).__name__.strip("_").removesuffix("Dataset")
         names, ops = [], set()
         for function in functions:
-            concrete = function.function
+            concrete = getattr(function, "function", None)
+            if concrete is None:
+                continue
             found = _FUNCTION_NAME.search(_text(concrete.name))
             names.append(f"{found[1]} ({found[2]})" if found else "")
             ops |= set(_op_types(concrete.graph.as_graph_def()))
