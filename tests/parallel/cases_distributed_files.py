@@ -36,6 +36,7 @@ def dense():
 
 def run_as_program(text, **names):
     """Run the lines of a script, later on each rank than on the one before."""
+    tfscale.barrier()  # as `init` at the start of a job: no rank is ahead of its beginning
     time.sleep(LATER_S * tfscale.rank())
     exec(compile(text, "program", "exec"), {"__name__": "__main__", **names})
 
