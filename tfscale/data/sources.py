@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfscale.comm.cores import count_cores
 from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices, epoch_order
-from tfscale.internals.keras import drawn_with, inputs_of, is_unordered
+from tfscale.internals.datasets import drawn_with, inputs_of, is_unordered
 
 logger = logging.getLogger("tfscale")
 

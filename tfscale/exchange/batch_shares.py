@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,35 @@ def are_used() -> bool:
     return _are_used
 
 
+@dataclass(frozen=True)
+class Rider:
+    """Numbers that are sent with the first sum of a step, to find ranks that differ in them.
+
+    Attributes:
+        signs: A vector of 1 and -1.
+        refuse: Called in a branch that all ranks take if any signs differ; raises in each run.
+            Collective.
+    """
+
+    signs: tf.Tensor
+    refuse: Callable[[], tf.Tensor]
+
+    def check(self, total: tf.Tensor, n_ranks: int, factor: float) -> list[tf.Tensor]:
+        """Compare the sum of the signs of all ranks, times `factor`; all ranks have the same sum.
+
+        Returns what a traced step must wait for.
+        """
+        # Signs that differ add up to n_ranks - 2 or less, and others to n_ranks.
+        differs = tf.reduce_min(tf.abs(tf.cast(total, tf.float64))) < (n_ranks - 1) * factor
+        if not tf.executing_eagerly():
+            return [tf.cond(differs, self.refuse, lambda: tf.constant(0))]
+        if bool(differs):
+            self.refuse()
+        return []
+
+
 _entered: list[Share | None] = []  # of the steps being traced or run, innermost last
+_riders: list[Rider | None] = []  # of the same steps, until they are sent
 _last_weight: tf.Variable | None = None  # of the batch of the last step that ran
 
 
@@ -98,14 +126,24 @@ def current() -> Share | None:
     return _entered[-1] if _entered else None
 
 
+def take_rider() -> Rider | None:
+    """Return the rider of the step being traced or run, once; None if it has none."""
+    rider = _riders[-1] if _riders else None
+    _riders[-1:] = [None] * len(_riders[-1:])
+    return rider
+
+
 @contextlib.contextmanager
-def entering(share: Share | None) -> Iterator[None]:
+def entering(share: Share | None, rider: Rider | None = None) -> Iterator[None]:
     """Make a share the current one within a block, a step of the user's; None leaves the step.
+
+    The first sum of the step takes the rider with it.
 
     Raises:
         ConfigError: The step fails, perhaps because it computes a part of the batch.
     """
     _entered.append(share)
+    _riders.append(rider)
     try:
         yield
     except (ConfigError, ExchangeError, PlanError):
@@ -116,6 +154,7 @@ def entering(share: Share | None) -> Iterator[None]:
         raise ConfigError(explanation(error, share)) from error
     finally:
         _entered.pop()
+        _riders.pop()
 
 
 def explanation(error: Exception, share: Share | None = None) -> str:

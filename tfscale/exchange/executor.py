@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfscale.comm.collectives import deduplicate, is_cheaper_dense
+from tfscale.comm import runtime
+from tfscale.comm.collectives import allreduce, deduplicate, is_cheaper_dense
 from tfscale.comm.compression import Compression, LossyCompressor
 from tfscale.comm.eager import note_gradients
-from tfscale.comm.runtime import ProcessSet, require_reducible
+from tfscale.comm.runtime import ProcessSet, Sum, require_reducible
 from tfscale.config import ConfigError, PlanError, require
+from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of
 from tfscale.exchange.plan import (
@@ -248,6 +250,8 @@ class Executor:
         places = range(len(variables)) if shards is None else [shards.place(v) for v in variables]
         own = dict(zip(places, gradients, strict=True))
         wire = Wire(self.process_set.group(), self.options, base, shards, self.residuals)
+        rider = shares.take_rider() if wire.group.size == runtime.size() else None
+        wire.riders.extend([] if rider is None else [rider])
         contexts: dict[int, Any] = {}
         forms: dict[int, Gradient] = {}
         quantized: set[int] = set()
@@ -275,9 +279,13 @@ class Executor:
         reduced: dict[int, Any] = {}
         for part in plan.parts:
             reduced |= part.reduce(own, wire)
+        for rider in wire.riders:  # no part is a sum: a message by itself
+            total = allreduce(rider.signs, op=Sum, name="signs of the batch")
+            wire.checks.extend(rider.check(total, wire.group.size, 1.0))
         for i, context in contexts.items():
             reduced[i] = self.options.compression.decompress(reduced[i], context)
         arrived = [] if tf.executing_eagerly() else [values_of(reduced[self._first(plan)])]
+        arrived += wire.checks
         updates = list(wire.updates)
         if self.residuals is not None:
             updates += self.residuals.count_step()

@@ -24,6 +24,7 @@ from tfscale.comm.eager import agree, header_of
 from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError, require
 from tfscale.exchange import batch_shares as shares
+from tfscale.exchange.batch_shares import Rider
 from tfscale.exchange.residuals import Cuts, Residuals, Update
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.internals.keras import by_device
@@ -151,6 +152,9 @@ class Wire:
     residuals: Residuals | None = None  # of gradients that are quantised
     # Next values of residuals, which the parts add.
     updates: list[Update] = field(default_factory=list, compare=False)
+    # What else is to be sent: the first sum takes it. `checks` is what the update must wait for.
+    riders: list[Rider] = field(default_factory=list, compare=False)
+    checks: list[tf.Tensor] = field(default_factory=list, compare=False)
 
     def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
         """Return label and order of a collective for the gradients of some variables."""
@@ -224,8 +228,16 @@ class Sum(Part):
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Sum each gradient over the ranks."""
         tensors = [gradients[i] for i in self.indices]
-        sums = wire.allreduce(tensors, wire.call(self.indices), wire.reduction(tensors))
-        return dict(zip(self.indices, sums, strict=True))
+        call, reduction = wire.call(self.indices), wire.reduction(tensors)
+        riders = [wire.riders.pop()] if wire.riders else []
+        if riders:
+            tensors += [tf.cast(rider.signs, tensors[0].dtype) for rider in riders]
+            call = replace(call, names=(*call.names, "signs of the batch"))
+        sums = wire.allreduce(tensors, call, reduction)
+        for rider, total in zip(riders, sums[len(self.indices) :], strict=True):
+            factor = reduction.prescale * reduction.postscale
+            wire.checks.extend(rider.check(total, wire.group.size, factor))
+        return dict(zip(self.indices, sums, strict=False))
 
 
 @dataclass(frozen=True)

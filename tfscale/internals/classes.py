@@ -4,21 +4,30 @@ Private names used here, checked with Keras 3.10 and 3.15: the attributes `train
 and `predict_step` of one model; `BatchNormalization._moments`;
 `keras.src.losses.loss.reduce_weighted_values` and `apply_mask`;
 `keras.src.losses.losses.LossFunctionWrapper`, its `fn` and `_fn_kwargs`; the functions of
-`keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`.
+`keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`;
+`keras.src.backend.config.keras_home`. Of TensorFlow 2.18 and 2.21: `tf.train.Checkpoint._write`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
+import tempfile
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.config import keras_home
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_losses
 from keras.src.losses.losses import LossFunctionWrapper
+
+from tfscale.internals.stack import is_called_by_program
 
 _MISSING = object()
 # Draws whose first argument is the shape of the result.
@@ -47,6 +56,31 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+    def wrap_everywhere(self, function: Any, wrap: Wrap) -> None:
+        """Replace a function in all modules that have it under its name."""
+        name, wrapped = function.__name__, functools.wraps(function)(wrap(function))
+        for module in list(sys.modules.values()):
+            if isinstance(module, types.ModuleType) and vars(module).get(name) is function:
+                self._replaced.append((module, name, function))
+                setattr(module, name, wrapped)
+
+    def wrap_for_program(self, owner: Any, name: str, wrap: Wrap) -> None:
+        """Wrap a function for calls of the main program and the modules in its folder only."""
+
+        def wrap_calls(function: Any) -> Any:
+            changed = wrap(function)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return (changed if is_called_by_program() else function)(*args, **kwargs)
+
+            return call
+
+        self.wrap(owner, name, wrap_calls)
+
+    def wrap_checkpoints(self, wrap: Wrap) -> None:
+        """Wrap the method (self, file_prefix, options) that writes a `tf.train.Checkpoint`."""
+        self.wrap(tf.train.Checkpoint, "_write", wrap)
 
     # Places of Keras.
 
@@ -99,6 +133,14 @@ class Patches:
             self.wrap(keras_random, name, shaped)
         self.wrap(keras_random, "dropout", dropout)
         self.wrap(keras_random, "categorical", categorical)
+
+
+def folder_of_downloads(cache_dir: Any) -> Path:
+    """Return the folder in which `keras.utils.get_file` keeps its folders."""
+    folder = Path(os.path.expanduser(cache_dir or keras_home()))
+    if os.access(folder, os.W_OK):
+        return folder
+    return Path("/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir(), ".keras")
 
 
 def sums_over_batch(loss: Any) -> bool:

@@ -13,8 +13,6 @@ Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`, `global_state.get_global_attribute`,
 `seed_generator.global_seed_generator`, whose attribute has the same name.
-Of TensorFlow: `Dataset._inputs`, `_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`,
-`_deterministic`, `_as_serialized_graph`.
 """
 
 from __future__ import annotations
@@ -449,37 +447,3 @@ def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]
         yield (step, *([step + stride - 1] if _HAS_LAST_STEP else []), iterator)
     if length and epochs._steps_seen >= length:
         epochs._current_iterator, epochs._steps_seen = iter(dataset), 0
-
-
-# Steps of a tf.data.Dataset.
-
-
-def inputs_of(dataset: tf.data.Dataset) -> list[Any]:
-    """Return the datasets that a dataset is made of."""
-    return list(dataset._inputs())
-
-
-def drawn_with(dataset: tf.data.Dataset) -> tuple[int, int] | None:
-    """Return the seeds with which this step of a dataset shuffles or draws; None if it does not.
-
-    One of the pair is TensorFlow's global seed; (0, 0) if each pass, or each rank, draws again.
-    """
-    name = type(dataset).__name__
-    if not any(word in name for word in ("Shuffle", "Random")) or not hasattr(dataset, "_seed"):
-        return None
-    is_renewed = getattr(dataset, "_reshuffle_each_iteration", "Shuffle" in name) is not False
-    if is_renewed or getattr(dataset, "_rerandomize", False):
-        return 0, 0
-    return int(dataset._seed), int(dataset._seed2)
-
-
-def is_unordered(dataset: tf.data.Dataset) -> bool:
-    """Return whether this step of a dataset was made with `deterministic=False`."""
-    told = getattr(dataset, "_deterministic", "")
-    if "ParallelInterleave" not in type(dataset).__name__:
-        return told == "false"
-    # Such a step keeps the argument in its graph alone.
-    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
-    text = dataset._as_serialized_graph(external_state_policy=policy).numpy()
-    nodes = tf.compat.v1.GraphDef.FromString(text).node
-    return any(node.attr["deterministic"].s == b"false" for node in nodes)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -134,6 +135,20 @@ def running_passes() -> list[Any]:
     running = [frame for frame in _frames() if frame.f_code in _TRAINERS]
     found = [frame.f_locals.get("epoch_iterator") for frame in running]
     return [iterator for iterator in found if iterator is not None]
+
+
+def is_called_by_program() -> bool:
+    """Return whether the function that calls this is called by the main program or its modules.
+
+    These are the modules in the program's folder; packages that are installed are not.
+    """
+    frame = sys._getframe(2)
+    if frame.f_globals.get("__name__") == "__main__":
+        return True
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    folder, file = os.path.dirname(os.path.abspath(program or "")), frame.f_code.co_filename
+    is_beside = bool(program) and os.path.abspath(file).startswith(folder + os.sep)
+    return is_beside and "site-packages" not in file[len(folder) :]
 
 
 def owners_around() -> Iterator[Any]:

@@ -87,13 +87,14 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
         if sharded_states(model):
             save_together(model, filepath, write, what)
         else:
-            on_first_rank(write, what)
+            on_first_rank(write, what, filepath)
 
     return safe_save
 
 
 _is_written_once = False  # whether all ranks call saves, and rank 0 writes for all
 _is_alone = False  # whether what runs is called on one rank
+_told: set[str] = set()  # calls whose paths differ
 
 
 def write_on_first_rank(is_written_once: bool) -> None:
@@ -123,24 +124,45 @@ def is_alone() -> bool:
     return _is_alone
 
 
-def on_first_rank(write: Callable[[], None], what: str) -> None:
-    """Write on rank 0; return on all ranks when it is done, or has failed. Collective.
+def on_first_rank(
+    write: Callable[[], None],
+    what: str,
+    path: Any = "",
+    aside: Callable[[], None] | None = None,
+) -> None:
+    """Write on the first rank that names a path; return on all when it is done. Collective.
 
-    Without `write_on_first_rank(True)`, and in a block that runs `alone`, write at once.
+    Ranks name other paths where a name is drawn (`tempfile.mkdtemp`) or holds the time: each path
+    is then written by a rank that reads it. Without `write_on_first_rank(True)`, and in a block
+    that runs `alone`, write at once. Ranks that do not write call `aside`.
     """
     if _is_alone or not _is_written_once:
         write()
         return
+    is_path = isinstance(path, (str, os.PathLike))
+    own = os.path.abspath(os.fspath(path)) if is_path else f"object on {runtime.rank()}"
+    paths = objects.allgather_object(own, name=what)
+    is_writer = paths.index(own) == runtime.rank()
+    if len(set(paths)) > 1 and is_path and runtime.rank() == 0 and what not in _told:
+        _told.add(what)
+        other = next(rank for rank, name in enumerate(paths) if name != own)
+        logger.warning(
+            "%s: each rank writes a file of its own, as paths differ: %s on rank 0, %s on rank %d. "
+            "For one file use a fixed name, or tfscale.broadcast_object(path).",
+            *(what, own, paths[other], other),
+        )
     error = ""
     try:
-        if runtime.rank() == 0:
-            with alone():
+        if is_writer:
+            with alone() if aside is None else contextlib.nullcontext():
                 write()
+        elif aside is not None:
+            aside()
     except Exception as failure:
-        error = f"rank 0: {type(failure).__name__}: {failure}"
-    error = objects.broadcast_object(error, 0, name=what)
-    if error:
-        raise ExchangeError(f"Files must be written. Received: {error}.")
+        error = f"rank {runtime.rank()}: {type(failure).__name__}: {failure}"
+    errors = [text for text in objects.allgather_object(error, name=what) if text]
+    if errors:
+        raise ExchangeError(f"Files must be written. Received: {'; '.join(errors)}.")
 
 
 def save_beside(

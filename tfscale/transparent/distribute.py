@@ -11,11 +11,13 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
+import time
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import keras
@@ -31,6 +33,7 @@ from tfscale.callbacks import (
 )
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
+from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.start import init
 from tfscale.config import ConfigError, ExchangeError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
@@ -38,6 +41,7 @@ from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
 from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
+from tfscale.fit.session import running_session
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
 from tfscale.internals.keras import layers_of, wrap_once
 from tfscale.internals.optimizers import (
@@ -48,7 +52,9 @@ from tfscale.internals.optimizers import (
 )
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
-from tfscale.transparent import steps
+from tfscale.transparent import files, steps
+from tfscale.transparent.batches import BatchComparison, OrderedPipelines
+from tfscale.transparent.files import share_logs
 from tfscale.transparent.verify import Verifier, Verify, require_verify
 
 BatchNorm = Literal["global", "local"]
@@ -58,9 +64,12 @@ _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callba
 _WRITING_PACKAGES = ("wandb", "mlflow", "tqdm", "comet_ml", "neptune", "clearml", "dvclive", "aim")
 # Of ranks other than 0: `wandb.init` in a script starts no run there.
 _OTHER_RANKS = {"WANDB_MODE": "disabled"}
-_COMPARED_BATCHES = 2
 _DIGEST_BYTES = 1 << 26  # of one array; of larger ones, rows at equal distances
-_PARTS = ("train_step", "test_step", "predict_step")
+_STEPS = {
+    "train_step": steps.on_share,
+    "test_step": steps.on_share,
+    "predict_step": steps.on_all_rows,
+}
 _running: Distributed | None = None
 
 
@@ -106,13 +115,14 @@ def distribute(
     require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm, "")
     require_verify(verify)
     resolve(exchange)
+    began_s = time.time()
     init()
     if seed is None:  # sent only then: TensorFlow's threads and devices cannot be set afterwards
         drawn = int.from_bytes(os.urandom(4), "little")
         seed = objects.broadcast_object(drawn, 0, name="seed")
     keras.utils.set_random_seed(seed)
     if _running is None:
-        _running = Distributed(exchange, batch_norm, all_output, verify)
+        _running = Distributed(exchange, batch_norm, all_output, verify, began_s)
     return _running
 
 
@@ -120,10 +130,16 @@ class Distributed:
     """The patches of `tfscale.distribute`, which `undo` takes back."""
 
     def __init__(
-        self, exchange: Any, batch_norm: BatchNorm, all_output: bool, verify: Verify
+        self,
+        exchange: Any,
+        batch_norm: BatchNorm,
+        all_output: bool,
+        verify: Verify,
+        began_s: float,
     ) -> None:
         self._exchange, self._patches = exchange, Patches()
-        self._models: weakref.WeakKeyDictionary[keras.Model, steps.FirstBatches]
+        # Of each model, the batches of each kind of step.
+        self._models: weakref.WeakKeyDictionary[keras.Model, dict[str, BatchComparison]]
         self._models = weakref.WeakKeyDictionary()
         self._updated_by: weakref.WeakSet[Any] = weakref.WeakSet()  # rules inside of wrappers
         self._stdout: int | None = None
@@ -150,6 +166,9 @@ class Distributed:
         self._patches.wrap(keras.export.ExportArchive, "write_out", _exporting_once)
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
         self._patches.wrap_strategies(_without_replicas, _without_workers)
+        self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().wrap)
+        strategy = resolve(exchange).within_group()
+        files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
         shares.use(True)
         write_on_first_rank(True)
         if runtime.rank() > 0:
@@ -166,7 +185,7 @@ class Distributed:
         write_on_first_rank(False)
         replace_environment(self._environment)
         for model in self._models:
-            for name in (*_PARTS, "save", "save_weights"):
+            for name in (*_STEPS, "save", "save_weights"):
                 vars(model).pop(name, None)
             forget(model)
             model.train_function = model.test_function = model.predict_function = None
@@ -185,8 +204,8 @@ class Distributed:
 
     # Models.
 
-    def _prepare(self, model: keras.Model) -> steps.FirstBatches:
-        """Let the steps of a model compute shares; return the comparison of its batches."""
+    def _prepare(self, model: keras.Model) -> dict[str, BatchComparison]:
+        """Let the steps of a model compute shares; return the comparisons of its batches."""
         if is_alone():
             raise ConfigError(
                 "Under tfscale.distribute all ranks compute the steps of a model together. "
@@ -195,18 +214,17 @@ class Distributed:
             )
         if model not in self._models:
             _refuse_stateful(model)
-            self._models[model] = compare = steps.FirstBatches(_COMPARED_BATCHES)
             forget(model)
-            wrap_once(model, "train_step", lambda step: steps.on_share(step, compare))
-            wrap_once(model, "test_step", steps.on_share)
-            wrap_once(model, "predict_step", steps.on_all_rows)
+            self._models[model] = looks = {name: BatchComparison() for name in _STEPS}
+            for name, wrap in _STEPS.items():
+                wrap_once(model, name, functools.partial(wrap, look=looks[name]))
             watch(model)
             model.train_function = model.test_function = model.predict_function = None
         return self._models[model]
 
-    def _prepare_training(self, model: keras.Model) -> steps.FirstBatches:
+    def _prepare_training(self, model: keras.Model) -> BatchComparison:
         """Prepare a model, and wrap its optimizers."""
-        compare = self._prepare(model)
+        batches = self._prepare(model)["train_step"]
         own = {n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
         # One for each, also of two attributes, or of a model that was compiled again.
         wrapped = {id(o.__wrapped__): o for o in own.values() if is_wrapped(o)}
@@ -220,7 +238,7 @@ class Distributed:
             setattr(model, name, wrapped[id(value)])
         rules = (update_rule(o.__wrapped__) for o in optimizers_of(model) if is_wrapped(o))
         self._updated_by.update(rules)  # not the wrappers, which end when a model is compiled again
-        return compare
+        return batches
 
     def _apply(self, apply: Any) -> Any:
         apply = self._verifier.recording(apply)
@@ -245,31 +263,35 @@ class Distributed:
     def _fit(self, fit: Any) -> Any:
         def fit_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             given = arguments_of(fit, model, *args, **kwargs)
-            self._prepare_training(model).expect()
+            batches = self._prepare_training(model)
             _require_equal_arguments(given, "fit")
             given["callbacks"] = arrange(given["callbacks"])
-            return fit(model, **given)
+            batches.expect(given["x"], "fit")
+            history = fit(model, **given)
+            # Groups exchange nothing in most steps.
+            batches.require_equal(has_stopped=model.stop_training)
+            return history
 
         return fit_together
 
     def _evaluate(self, evaluate: Any) -> Any:
         def evaluate_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             given = arguments_of(evaluate, model, *args, **kwargs)
+            batches = self._prepare(model)["test_step"]
             if not isinstance(given["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
-                self._prepare(model)
                 _require_equal_arguments(given, "evaluate")
                 own = map(_written_once, _listed(given["callbacks"]))
                 given["callbacks"] = [MetricAverageCallback(), *own]
-            return evaluate(model, **given)
+            return _compared(batches, given["x"], "evaluate", lambda: evaluate(model, **given))
 
         return evaluate_together
 
     def _predict(self, predict: Any) -> Any:
         def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             given = arguments_of(predict, model, *args, **kwargs)
-            self._prepare(model)
+            batches = self._prepare(model)["predict_step"]
             _require_equal_arguments(given, "predict")
-            return predict(model, **given)
+            return _compared(batches, given["x"], "predict", lambda: predict(model, **given))
 
         return predict_together
 
@@ -278,20 +300,21 @@ class Distributed:
             given = arguments_of(on_batch, model, *args, **kwargs)
             as_dict, given["return_dict"] = given["return_dict"], True
             if "class_weight" in given:
-                self._prepare_training(model).expect()
+                self._prepare_training(model).expect_one("train_on_batch")
                 prepare(model)
             else:
-                self._prepare(model)
+                self._prepare(model)["test_step"].expect_one("test_on_batch")
             step = "train_step" if "class_weight" in given else "test_step"
-            results = metrics_of_all_ranks(model, on_batch(model, **given), step, is_direct=True)
+            own = raise_own_errors(lambda: on_batch(model, **given))
+            results = metrics_of_all_ranks(model, own, step, is_direct=True)
             return results if as_dict else metrics_in_order(model, results)
 
         return on_batch_together
 
     def _predict_on_batch(self, predict_on_batch: Any) -> Any:
         def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            self._prepare(model)
-            return predict_on_batch(model, *args, **kwargs)
+            self._prepare(model)["predict_step"].expect_one("predict_on_batch")
+            return raise_own_errors(lambda: predict_on_batch(model, *args, **kwargs))
 
         return predict_together
 
@@ -320,9 +343,9 @@ def _saving_by_method(save: Any) -> Any:
 
 
 def _exporting_once(export: Any) -> Any:
-    def export_once(exported: Any, *args: Any, **kwargs: Any) -> None:
+    def export_once(exported: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         what = f"{type(exported).__name__}.{export.__name__}"
-        on_first_rank(lambda: export(exported, *args, **kwargs), what)
+        on_first_rank(lambda: export(exported, filepath, *args, **kwargs), what, filepath)
 
     return export_once
 
@@ -343,6 +366,8 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
         )
     first: list[Any] = []
     others: list[Any] = []
+    loggers = [c for c in _listed(callbacks) if isinstance(c, keras.callbacks.CSVLogger)]
+    everywhere = [c for c, differs in zip(loggers, share_logs(loggers), strict=True) if differs]
     for callback in _listed(callbacks):
         if type(callback) is keras.callbacks.BackupAndRestore:
             options = (callback.save_freq, callback.double_checkpoint, callback.delete_checkpoint)
@@ -350,7 +375,8 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
         elif isinstance(callback, Checkpoint):
             first.append(callback)
         else:
-            others.append(_written_once(callback))
+            is_of_all = any(callback is c for c in everywhere)
+            others.append(callback if is_of_all else _written_once(callback))
     synchronize = Synchronize()
     synchronize.requires_built = False
     for part in synchronize.companions:
@@ -419,7 +445,17 @@ def _without_workers(init: Any) -> Any:
     return init_of_one
 
 
-# Arguments of the ranks.
+# Data of the ranks.
+
+
+def _compared(batches: BatchComparison, data: Any, method: str, call: Callable[[], Any]) -> Any:
+    """Return what a call returns if it has read the same batches on all ranks. Collective."""
+    batches.expect(data, method)
+    result = raise_own_errors(call)
+    session = running_session()
+    if session is None or not session.is_void:  # no rank would answer there
+        batches.require_equal()
+    return result
 
 
 def _require_equal_arguments(given: dict[str, Any], method: str) -> None:

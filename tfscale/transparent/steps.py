@@ -15,12 +15,11 @@ rank's rows. Within them, and only there,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, runtime
@@ -33,9 +32,8 @@ from tfscale.fit.metric_updates import is_updating, updating
 from tfscale.internals.classes import Patches, sums_over_batch, weights_with_mask
 from tfscale.internals.trace import block_layout, joins_scalars, note_shape
 
+Look = Callable[[Any], Any]  # at a whole batch, before its step
 _GATHERED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.int8, tf.uint8)
-_ARGUMENTS = ("x", "y", "sample_weight")
-_DIGEST_RANGE = 2**62
 
 
 def patch(patches: Patches, batch_norm: str) -> None:
@@ -54,33 +52,32 @@ def patch(patches: Patches, batch_norm: str) -> None:
 # The steps of a model.
 
 
-def on_share(
-    step: Callable[[Any], Any], compare: Callable[[Any], None] | None = None
-) -> Callable[[Any], Any]:
+def on_share(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
     """Make a training or test step of whole batches one of this rank's rows.
 
-    `compare` is called with whole batches first.
+    `look` is called with whole batches first.
     """
 
     @functools.wraps(step)
     def step_on_share(batch: Any) -> Any:
-        if compare is not None:
-            compare(batch)
+        rider = look(batch)
         share = shares.share_of(batch)
         if share is None:
             return step(batch)
         shares.note_weight(share)
-        with shares.entering(share):
+        with shares.entering(share, rider):
             return step(shares.cut(batch, share))
 
+    step_on_share.is_on_rows = True  # type: ignore[attr-defined]
     return step_on_share
 
 
-def on_all_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
     """Make a predict step compute this rank's rows and return those of all ranks, in order."""
 
     @functools.wraps(step)
     def step_on_all_rows(batch: Any) -> Any:
+        look(batch)
         share = shares.share_of(batch)
         if share is None:
             return step(batch)
@@ -94,63 +91,20 @@ def on_all_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
         return keras.tree.map_structure(gather, own)
 
+    step_on_all_rows.is_on_rows = True  # type: ignore[attr-defined]
     return step_on_all_rows
+
+
+def plain_step(step: Any) -> Any:
+    """Return the step on whole batches that one of a model is made of; None if it is not."""
+    while step is not None and not getattr(step, "is_on_rows", False):
+        step = getattr(step, "__wrapped__", None)
+    return None if step is None else step.__wrapped__
 
 
 def _can_gather(output: Any) -> bool:
     is_dense = tf.is_tensor(output) and not isinstance(output, tf.RaggedTensor | tf.SparseTensor)
     return is_dense and output.shape.rank != 0 and output.dtype in _GATHERED
-
-
-class FirstBatches:
-    """Comparison of the first batches of a `fit` between ranks, before they are trained on."""
-
-    def __init__(self, n_batches: int) -> None:
-        self._n_batches = n_batches
-        self._left = tf.Variable(0, trainable=False, dtype=tf.int32)
-
-    def expect(self) -> None:
-        """Compare the batches that come next."""
-        self._left.assign(self._n_batches)
-
-    def __call__(self, batch: Any) -> None:
-        """Require that a batch is the same on all ranks, if it is one of the first."""
-        named = dict(zip(_ARGUMENTS, batch, strict=False)) if isinstance(batch, tuple) else {}
-        parts = (named or {"data": batch}).items()
-        names, leaves = [], []
-        for name, part in parts:
-            for leaf in tf.nest.flatten(part, expand_composites=True):
-                if leaf is not None:
-                    names.append(name)
-                    leaves.append(leaf)
-
-        def compare() -> tf.Tensor:
-            texts = [tf.io.serialize_tensor(leaf) for leaf in leaves]
-            digests = [tf.strings.to_hash_bucket_fast(text, _DIGEST_RANGE) for text in texts]
-            with tf.control_dependencies([self._left.assign_sub(1)]):
-                every = collectives.allgather(tf.stack(digests)[tf.newaxis], name="first batches")
-            return tf.py_function(lambda found: _require_equal(names, found), [every], tf.int32)
-
-        if tf.executing_eagerly():
-            if int(self._left) > 0:
-                compare()
-            return
-        # A stateful op: the step's update, stateful too, comes after it.
-        tf.cond(self._left > 0, compare, lambda: tf.constant(0))
-
-
-def _require_equal(names: Sequence[str], every: tf.Tensor) -> int:
-    """Compare digests, a row for each rank; return 0."""
-    for name, found in zip(names, np.transpose(every.numpy()), strict=True):
-        others = [str(rank) for rank, digest in enumerate(found) if digest != found[0]]
-        if others:
-            # The mark by which `GuardedStep` knows errors of the exchange.
-            raise RuntimeError(
-                f"TFSCALE_FAILED: All ranks must be given the same batches. Received: other {name} "
-                f"on rank {', '.join(others)} than on rank 0. Shuffle by a fixed seed, and read "
-                "the same files in the same order on every rank."
-            )
-    return 0
 
 
 # Losses and metrics.

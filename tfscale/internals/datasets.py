@@ -1,0 +1,155 @@
+"""Steps of a tf.data.Dataset: what they are made of, what they draw, and the order of it.
+
+Private names used here, checked with TensorFlow 2.18 and 2.21: `Dataset._inputs`, `_functions`,
+`_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`, `_deterministic`,
+`_as_serialized_graph`; `function.graph` of what `_functions` returns; the
+names of op types; `disable_op_determinism` and `is_op_determinism_enabled` of
+`tensorflow.python.framework.config`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import config as framework_config
+
+# Legacy random ops keep a state in the op, those of generators in a variable.
+_DRAWS = re.compile(
+    r"(?:Random(?!Dataset|IndexShuffle|ShuffleQueue)|TruncatedNormal|ParameterizedTruncatedNormal"
+    r"|Multinomial|SampleDistorted|StatefulUniform|StatefulStandardNormal|StatefulTruncated"
+    r"|StatefulRandom|NonDeterministicInts|Rng)"
+)
+_WRITES = re.compile(r"(?:Assign\w*VariableOp|Resource(?:Scatter|Apply)\w+|Rng|Stateful)")
+_PYTHON = re.compile(r"(?:Eager)?PyFunc$")
+_FUNCTION_NAME = re.compile(r"Dataset_(flat_map|[a-z]+)_(.+)_\d+$")
+GENERATOR = "flat_map (flat_map_fn)"  # the function of Dataset.from_generator
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a dataset that calls a function of TensorFlow.
+
+    Attributes:
+        name: The method of `tf.data.Dataset` and the function, as far as they are known.
+        is_parallel: Whether several calls run at a time.
+        is_unordered: Whether it was made with `deterministic=False`.
+        draws: Types of the ops that draw random numbers, from a state of their own.
+        writes: Types of the ops that change variables, such as the state of a Keras layer.
+        calls_python: Whether it calls a Python function.
+    """
+
+    name: str
+    is_parallel: bool
+    is_unordered: bool
+    draws: tuple[str, ...]
+    writes: tuple[str, ...]
+    calls_python: bool
+
+    @property
+    def depends_on_time(self) -> bool:
+        """Whether the results of a run depend on which thread comes first.
+
+        Several calls at a time take numbers of one state in any order. A variable is changed for
+        the elements that are prefetched, too, and how many these are depends on time where an
+        iterator is left before its end.
+        """
+        is_raced = self.is_parallel and bool(self.draws)
+        return is_raced or bool(self.writes) or self.is_unordered
+
+
+def steps_of(dataset: tf.data.Dataset) -> list[Step]:
+    """Return the steps of a dataset that call functions, or have no order, the last one first."""
+    steps, waiting = [], [dataset]
+    while waiting:
+        each = waiting.pop(0)
+        waiting.extend(inputs_of(each))
+        functions = each._functions() if hasattr(each, "_functions") else []
+        is_loose = each.options().deterministic is False
+        with contextlib.suppress(tf.errors.OpError):  # a pipeline that cannot be serialized
+            is_loose = is_loose or is_unordered(each)
+        if not functions and not is_loose:
+            continue
+        kind = type(each).__name__.strip("_").removesuffix("Dataset")
+        names, ops = [], set()
+        for function in functions:
+            concrete = getattr(function, "function", None)
+            if concrete is None:
+                continue
+            found = _FUNCTION_NAME.search(_text(concrete.name))
+            names.append(f"{found[1]} ({found[2]})" if found else "")
+            ops |= set(_op_types(concrete.graph.as_graph_def()))
+        steps.append(
+            Step(
+                name=next(filter(None, names), kind),
+                is_parallel="Parallel" in kind
+                or "MapAndBatch" in kind
+                or any(re.match(r"Parallel\w+Dataset", op) for op in ops),
+                is_unordered=is_loose,
+                draws=tuple(sorted(filter(_DRAWS.match, ops))),
+                writes=tuple(sorted(filter(_WRITES.match, ops))),
+                calls_python=any(map(_PYTHON.match, ops)),
+            )
+        )
+    return steps
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def _op_types(graph: Any) -> Iterator[str]:
+    """Yield the type of each op of a graph, and of the functions that it calls."""
+    yield from (node.op for node in graph.node)
+    for function in graph.library.function:
+        yield from (node.op for node in function.node_def)
+
+
+def iterate_in_order(make: Callable[[Any], Any], dataset: tf.data.Dataset) -> Any:
+    """Return an iterator whose elements do not depend on time, as with TensorFlow's determinism.
+
+    TensorFlow rewrites the pipeline of an iterator when it is made: what depends on the order of
+    calls is computed one after another, and the rest stays parallel.
+    """
+    if framework_config.is_op_determinism_enabled():
+        return make(dataset)
+    tf.config.experimental.enable_op_determinism()
+    try:
+        return make(dataset)
+    finally:
+        framework_config.disable_op_determinism()
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[Any]:
+    """Return the datasets that a dataset is made of."""
+    return list(dataset._inputs())
+
+
+def drawn_with(dataset: tf.data.Dataset) -> tuple[int, int] | None:
+    """Return the seeds with which this step of a dataset shuffles or draws; None if it does not.
+
+    One of the pair is TensorFlow's global seed; (0, 0) if each pass, or each rank, draws again.
+    """
+    name = type(dataset).__name__
+    if not any(word in name for word in ("Shuffle", "Random")) or not hasattr(dataset, "_seed"):
+        return None
+    is_renewed = getattr(dataset, "_reshuffle_each_iteration", "Shuffle" in name) is not False
+    if is_renewed or getattr(dataset, "_rerandomize", False):
+        return 0, 0
+    return int(dataset._seed), int(dataset._seed2)
+
+
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """Return whether this step of a dataset was made with `deterministic=False`."""
+    told = getattr(dataset, "_deterministic", "")
+    if "ParallelInterleave" not in type(dataset).__name__:
+        return told == "false"
+    # Such a step keeps the argument in its graph alone.
+    policy = tf.data.experimental.ExternalStatePolicy.IGNORE
+    text = dataset._as_serialized_graph(external_state_policy=policy).numpy()
+    nodes = tf.compat.v1.GraphDef.FromString(text).node
+    return any(node.attr["deterministic"].s == b"false" for node in nodes)

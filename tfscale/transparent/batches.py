@@ -1,0 +1,258 @@
+"""Batches that every rank reads: made in an order of their own, and compared between ranks.
+
+Every rank reads the same batches under `tfscale.distribute`. A digest of all batches so far is kept
+in a variable. The first batches of a `fit` are compared before they are computed; then 32 signs
+that follow from the digest are sent with the first gradients of each step, in the same message. The
+batches of `evaluate` and `predict` are compared when these end.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import collectives, objects, runtime
+from tfscale.config import ExchangeError
+from tfscale.exchange.batch_shares import Rider
+from tfscale.internals.datasets import GENERATOR, Step, iterate_in_order, steps_of
+
+logger = logging.getLogger("tfscale")
+
+_ARGUMENTS = ("x", "y", "sample_weight")
+_COMPARED_BATCHES = 2  # of each `fit`, before they are computed
+_N_SIGNS = 32
+_FACTOR = (
+    -7046029254386353131
+)  # odd, so products keep all bits: 2^64 / golden ratio, as a signed one
+_STATELESS = (
+    "Put random layers into the model, or draw with tf.image.stateless_* or tf.random.stateless_* "
+    "from a seed for each element, as Dataset.enumerate() and Dataset.random(seed) give it"
+)
+_GENERATOR = (
+    "Let the generator give the same on each rank: draw with np.random.default_rng(seed), and sort "
+    "the names of files."
+)
+
+
+# Pipelines whose elements depend on time.
+
+
+class OrderedPipelines:
+    """Iterators over datasets that give the same elements in each run; `wrap` patches them."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[Any, list[Step]] = weakref.WeakKeyDictionary()
+        self._told: set[str] = set()
+
+    def wrap(self, iterate: Any) -> Any:
+        """Return the method `__iter__` of datasets for `iterate`, which is TensorFlow's."""
+
+        def iterate_alike(dataset: Any) -> Any:
+            if not tf.executing_eagerly():
+                return iterate(dataset)
+            raced = [step for step in self.steps_of(dataset) if step.depends_on_time]
+            if not raced:
+                return iterate(dataset)
+            self._tell(raced[0])
+            return iterate_in_order(iterate, dataset)
+
+        return iterate_alike
+
+    def steps_of(self, dataset: Any) -> list[Step]:
+        """Return the steps of a dataset, read once."""
+        if dataset not in self._known:
+            self._known[dataset] = steps_of(dataset)
+        return self._known[dataset]
+
+    def _tell(self, step: Step) -> None:
+        if runtime.rank() > 0 or step.name in self._told:
+            return
+        self._told.add(step.name)
+        logger.warning(
+            "%s of a dataset %s: two runs of one process differ, too. It is computed in one order, "
+            "as after tf.config.experimental.enable_op_determinism(), which is slower. %s.",
+            step.name,
+            _why_raced(step),
+            _STATELESS if step.draws or step.writes else "Leave deterministic=False out",
+        )
+
+
+def _why_raced(step: Step) -> str:
+    if step.draws and step.is_parallel:
+        return f"draws random numbers ({', '.join(step.draws)}) in parallel calls"
+    if step.writes:
+        return f"changes variables ({', '.join(step.writes)}) while elements are prefetched"
+    return "has no order (deterministic=False)"
+
+
+def cause_of(data: Any) -> str:
+    """Return why ranks may read other batches of some data, and what to do."""
+    if isinstance(data, tf.data.Dataset):
+        return _cause_in(steps_of(data))
+    if isinstance(data, keras.utils.PyDataset):
+        if data.workers > 1 or data.use_multiprocessing:
+            return (
+                f"{type(data).__name__} has {data.workers} workers, which draw random numbers in "
+                "any order. Draw in __getitem__ with np.random.default_rng([seed, index]), or use "
+                "workers=1."
+            )
+        return (
+            f"Let {type(data).__name__}.__getitem__ depend on its index alone: draw with "
+            "np.random.default_rng([seed, index]), and sort the names of files."
+        )
+    if hasattr(data, "__next__"):
+        return _GENERATOR
+    return (
+        "Shuffle by a fixed seed, and read the same files in the same order on every rank: "
+        "os.listdir, glob and sets of strings have an order of their own on each."
+    )
+
+
+def _cause_in(steps: list[Step]) -> str:
+    for step in steps:
+        if step.name == GENERATOR:
+            return _GENERATOR
+        if step.calls_python:
+            how = "Python in parallel" if step.is_parallel else "Python"
+            return (
+                f"{step.name} calls {how}: draw there with np.random.default_rng(seed) for a seed "
+                "that is a part of the element, or leave num_parallel_calls out and seed NumPy on "
+                "every rank alike."
+            )
+    for step in steps:
+        if step.draws or step.writes:
+            ops = ", ".join(dict.fromkeys((*step.draws, *step.writes)))
+            return f"{step.name} draws random numbers: {ops}. {_STATELESS}."
+    return cause_of(None)
+
+
+# Digests.
+
+
+def digest_of(leaf: tf.Tensor) -> tf.Tensor:
+    """Return an int64 that differs for tensors that differ in a bit or a place.
+
+    The fingerprint of each row counts with a weight of its place. Numbers are read once and not
+    copied.
+    """
+    if leaf.dtype in (tf.variant, tf.resource):
+        return tf.constant(0, tf.int64)
+    if not leaf.shape.rank:
+        leaf = tf.reshape(leaf, [1, -1])
+    rows = tf.bitcast(tf.fingerprint(leaf), tf.int64)
+    places = tf.range(tf.size(rows, tf.int64), dtype=tf.int64)
+    return tf.reduce_sum(rows * (places * 2 + 1)) * _FACTOR + tf.size(leaf, tf.int64)
+
+
+def _signs(digests: tf.Tensor) -> tf.Tensor:
+    """Return a vector of 1 and -1, other ones for other digests but with a chance of 2^-32."""
+    mixed = tf.reduce_sum(digests * tf.constant([1, 3, 5], tf.int64) * _FACTOR)
+    mixed = tf.bitwise.bitwise_xor(mixed, tf.bitwise.right_shift(mixed, 29)) * _FACTOR
+    bits = tf.bitwise.right_shift(mixed, tf.range(63 - _N_SIGNS, 63, dtype=tf.int64))
+    return tf.cast(tf.bitwise.bitwise_and(bits, 1) * 2 - 1, tf.float32)
+
+
+class BatchComparison:
+    """The batches that a model was given on this rank, to be the same on all ranks."""
+
+    def __init__(self) -> None:
+        with tf.device("CPU:0"):
+            # Of each argument; and batches so far.
+            self._digests = tf.Variable(tf.zeros([3], tf.int64), trainable=False)
+            self._n_batches = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._left = tf.Variable(_COMPARED_BATCHES, trainable=False, dtype=tf.int32)
+        self._data: Any = None  # of the call that runs
+        self._method = ""
+        self._named = _ARGUMENTS
+
+    def expect(self, data: Any, method: str) -> None:
+        """Begin a call of a method with some data: its first batches are compared at once."""
+        is_kept = isinstance(data, tf.data.Dataset | keras.utils.PyDataset)
+        # Keras holds it while the call runs. Of a generator only its kind is needed.
+        kind = iter(()) if hasattr(data, "__next__") else None
+        self._data = weakref.ref(data) if is_kept else lambda: kind
+        self._method = method
+        self._digests.assign(tf.zeros([3], tf.int64))
+        self._n_batches.assign(0)
+        self._left.assign(_COMPARED_BATCHES)
+
+    def expect_one(self, method: str) -> None:
+        """Begin a call of a method that takes one batch, of many calls."""
+        if self._method != method:
+            self.expect(None, method)
+
+    def __call__(self, batch: Any) -> Rider:
+        """Take a batch in, in its step; return what the first message of the step compares."""
+        parts = batch if isinstance(batch, tuple) else (batch,)
+        self._named = _ARGUMENTS if isinstance(batch, tuple) else ("data", *_ARGUMENTS[1:])
+        with tf.device("CPU:0"):
+            own = [self._digest_of_part(part) for part in parts[: len(_ARGUMENTS)]]
+            own += [tf.constant(0, tf.int64)] * (len(_ARGUMENTS) - len(own))
+            digests = self._digests.assign(self._digests * _FACTOR + tf.stack(own))
+            n_batches = self._n_batches.assign_add(1)
+
+        def refuse() -> tf.Tensor:
+            return self._compare(digests, n_batches)
+
+        def compare() -> tf.Tensor:
+            with tf.control_dependencies([self._left.assign_sub(1)]):
+                return refuse()
+
+        if not tf.executing_eagerly():
+            # A stateful op: the step's update, stateful too, comes after it.
+            tf.cond(self._left > 0, compare, lambda: tf.constant(0))
+        elif int(self._left) > 0:
+            compare()
+        return Rider(_signs(digests), refuse)
+
+    def _digest_of_part(self, part: Any) -> tf.Tensor:
+        total = tf.constant(0, tf.int64)
+        for leaf in tf.nest.flatten(part, expand_composites=True):
+            if leaf is not None and not isinstance(leaf, str):
+                total = total * _FACTOR + digest_of(tf.convert_to_tensor(leaf))
+        return total
+
+    def _compare(self, digests: tf.Tensor, n_batches: tf.Tensor) -> tf.Tensor:
+        """Gather the digests of all ranks, and raise an error if they differ. Collective."""
+        own = tf.concat([digests, n_batches[tf.newaxis]], 0)
+        every = collectives.allgather(own[tf.newaxis], name="digests of the batch")
+        named = self._named
+        if tf.executing_eagerly():
+            self._refuse_others(named, every.numpy(), f"batch {int(n_batches)}")
+            return tf.constant(0)
+
+        def refuse_others(every: tf.Tensor, n_batches: tf.Tensor) -> int:
+            # The mark by which `GuardedStep` recognises errors of the exchange.
+            self._refuse_others(named, every.numpy(), f"batch {int(n_batches)}", "TFSCALE_FAILED: ")
+            return 0
+
+        return tf.py_function(refuse_others, [every, n_batches], tf.int32)
+
+    def require_equal(self, has_stopped: bool = False) -> None:
+        """Require that all batches of the call were the same on all ranks. Collective.
+
+        With `has_stopped` on a rank ranks may have begun other numbers of steps.
+        """
+        own: np.ndarray = np.append(self._digests.numpy(), self._n_batches.numpy())
+        every = objects.allgather_object((own, has_stopped), name=f"batches of {self._method}")
+        if not any(stopped for _, stopped in every):
+            rows = np.stack([digests for digests, _ in every])
+            self._refuse_others(self._named, rows, "a batch")
+
+    def _refuse_others(
+        self, named: tuple[str, ...], every: np.ndarray, where: str, mark: str = ""
+    ) -> None:
+        """Raise an error unless the rows of digests, one for each rank, are equal."""
+        for name, found in zip((*named, "the number of batches"), every.T, strict=True):
+            others = [str(rank) for rank, digest in enumerate(found) if digest != found[0]]
+            if others:
+                raise ExchangeError(
+                    f"{mark}{name} in {where} of {self._method} must be the same on all ranks. "
+                    f"Received: other values on rank {', '.join(others)} than on rank 0. "
+                    f"{cause_of(self._data())}"
+                )

@@ -1,0 +1,334 @@
+"""Files that a script makes, where every rank would make them at once.
+
+What all ranks call together (`Dataset.save`, checkpoints, exports) is written by the first rank
+that names a path, while the others wait. What one rank may call alone waits for no message:
+downloads take turns by a lock on the host, caches get a name for each rank, and folders that
+another rank has just made or removed count as made or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import inspect
+import json
+import logging
+import os
+import pathlib
+import shutil
+import socket
+import tempfile
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import keras
+import tensorflow as tf
+
+from tfscale.comm import objects, runtime
+from tfscale.config import ExchangeError, environment
+from tfscale.internals.classes import Patches, folder_of_downloads
+from tfscale.optimizer.saving import on_first_rank
+
+logger = logging.getLogger("tfscale")
+
+# Of this launcher and of others, equal on all ranks and not in another job.
+_JOB_VARIABLES = (
+    "TFSCALE_JOB",
+    "TFSCALE_RESTART",
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
+_LOCKS = ".tfscale"  # folder in that of the downloads
+
+
+def patch(patches: Patches, began_s: float, shares_state: bool) -> None:
+    """Patch what writes files.
+
+    Args:
+        patches: Takes the patches back.
+        began_s: Time at which no rank had begun the script, in seconds since 1970.
+        shares_state: Whether saved objects may have state that the ranks hold in parts.
+    """
+    patches.wrap_everywhere(keras.utils.get_file, Downloads().wrap)
+    patches.wrap_everywhere(urllib.request.urlretrieve, _retrieved_whole)
+    patches.wrap(tf.data.Dataset, "cache", _named_apart)
+    patches.wrap(tf.data.Dataset, "snapshot", _named_apart)
+    patches.wrap(tf.data.Dataset, "save", _saved_once)
+    patches.wrap_everywhere(tf.saved_model.save, _exported_once)
+    patches.wrap_checkpoints(lambda write: _checkpoint_once(write, shares_state))
+    folders = Folders(began_s)
+    for owner, name in ((os, "mkdir"), (os, "makedirs"), (pathlib.Path, "mkdir")):
+        patches.wrap_for_program(owner, name, folders.wrap_make)
+    patches.wrap_for_program(shutil, "rmtree", folders.wrap_remove)
+
+
+# Downloads.
+
+
+class Downloads:
+    """Downloads by `keras.utils.get_file`, one at a time on each host."""
+
+    def __init__(self) -> None:
+        environ = environment()
+        names = [environ[name] for name in _JOB_VARIABLES if name in environ]
+        # Without them ranks of one host have one parent, the launcher's process there.
+        self._job = " ".join(names) or f"{socket.gethostname()} {os.getppid()}"
+        self._n_forced: Counter[str] = Counter()
+
+    def wrap(self, get_file: Any) -> Any:
+        """Return `get_file` with turns: one rank of a host downloads, others find the file."""
+
+        def get_in_turn(*args: Any, **kwargs: Any) -> Any:
+            call = inspect.signature(get_file).bind(*args, **kwargs)
+            call.apply_defaults()
+            given = call.arguments
+            names = (given["cache_subdir"], given["fname"], given["origin"])
+            key = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+            with _locked(folder_of_downloads(given["cache_dir"]) / _LOCKS / key) as (file, waited):
+                return self._take_turn(get_file, given, key, file, waited)
+
+        return get_in_turn
+
+    def _take_turn(
+        self, get_file: Any, given: dict[str, Any], key: str, file: IO[str] | None, waited: bool
+    ) -> Any:
+        record = _read_record(file)
+        known = record if record.get("job") == self._job else {}
+        if waited and known.get("error"):
+            raise ExchangeError(
+                "A file is downloaded by one rank of each host. Received: on another rank "
+                f"{known['error']}. Look at {given['origin']}, or put the file into the folder."
+            )
+        n_forced = known.get("n_forced", 0)
+        if given["force_download"]:
+            self._n_forced[key] += 1
+            given["force_download"] = n_forced < self._n_forced[key]  # else done for all
+        record, error = {"job": self._job, "n_forced": max(n_forced, self._n_forced[key])}, ""
+        try:
+            return get_file(**given)
+        except BaseException as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            _write_record(file, record | {"error": error})
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[tuple[IO[str] | None, bool]]:
+    """Lock a file; yield it, and whether another process held the lock.
+
+    The system frees the lock of a process that ends. Without locks on a file system, yield None.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                waited = False
+            except BlockingIOError:
+                logger.info("Rank %d waits for a download.", runtime.rank())
+                fcntl.flock(file, fcntl.LOCK_EX)
+                waited = True
+        except OSError as error:
+            logger.warning("Downloads of several ranks may meet: no lock on %s (%s).", path, error)
+            yield None, False
+            return
+        yield file, waited
+
+
+def _read_record(file: IO[str] | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    file.seek(0)
+    try:
+        record = json.loads(file.read())
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write_record(file: IO[str] | None, record: dict[str, Any]) -> None:
+    if file is not None:
+        file.truncate(0)
+        file.write(json.dumps(record))
+        file.flush()
+
+
+def _retrieved_whole(urlretrieve: Any) -> Any:
+    """Let a download appear under its name when it is complete."""
+
+    def retrieve_whole(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not filename:
+            return urlretrieve(url, filename, *args, **kwargs)
+        beside = f"{os.fspath(filename)}.rank{runtime.rank()}-{os.getpid()}"
+        try:
+            _, headers = urlretrieve(url, beside, *args, **kwargs)
+            os.replace(beside, filename)
+        finally:
+            Path(beside).unlink(missing_ok=True)
+        return filename, headers
+
+    return retrieve_whole
+
+
+# Datasets.
+
+
+def _named_apart(method: Any) -> Any:
+    """Let `cache` and `snapshot` write other files on each rank: they write while others read."""
+
+    def write_apart(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(method).bind(dataset, *args, **kwargs)
+        for name in ("filename", "path"):
+            if name in call.arguments:
+                call.arguments[name] = _own_name(call.arguments[name])
+        return method(*call.args, **call.kwargs)
+
+    return write_apart
+
+
+def _own_name(name: Any) -> Any:
+    is_path = isinstance(name, str | os.PathLike) and bool(os.fspath(name))
+    # A complete cache of an earlier run is read only.
+    if not is_path or runtime.rank() == 0 or os.path.exists(f"{os.fspath(name)}.index"):
+        return name
+    return f"{os.fspath(name)}.rank{runtime.rank()}"
+
+
+def _saved_once(save: Any) -> Any:
+    def save_once(dataset: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        on_first_rank(lambda: save(dataset, path, *args, **kwargs), "Dataset.save", path)
+
+    return save_once
+
+
+# Models and checkpoints.
+
+
+def _exported_once(export: Any) -> Any:
+    def export_once(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> None:
+        what = "tf.saved_model.save"
+        on_first_rank(lambda: export(obj, export_dir, *args, **kwargs), what, export_dir)
+
+    return export_once
+
+
+def _checkpoint_once(write: Any, shares_state: bool) -> Any:
+    """Let one rank write a `tf.train.Checkpoint`; all of them keep count of it."""
+
+    def write_once(checkpoint: Any, file_prefix: Any, options: Any = None) -> Any:
+        written: list[Any] = []
+
+        def write_here() -> None:
+            written.append(write(checkpoint, file_prefix, options))
+
+        def write_nowhere() -> None:  # all ranks gather what they hold in parts
+            with tempfile.TemporaryDirectory() as folder:
+                write(checkpoint, os.path.join(folder, "parts"))
+
+        aside = write_nowhere if shares_state else None
+        on_first_rank(write_here, "tf.train.Checkpoint", file_prefix, aside)
+        if written:
+            return written[0]
+        path = os.fspath(file_prefix)
+        for act in getattr(options, "experimental_write_callbacks", None) or ():
+            act(path) if inspect.signature(act).parameters else act()
+        return path
+
+    return write_once
+
+
+# Folders.
+
+
+class Folders:
+    """Folders that the script makes and removes itself, on every rank.
+
+    Only calls of the script count: libraries make folders of their own, and take the error that a
+    folder exists for an answer.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._made: set[str] = set()  # on this rank
+
+    def wrap_make(self, make: Any) -> Any:
+        """Return a function for `make` that takes a folder of another rank for its own."""
+
+        def make_too(path: Any, *args: Any, **kwargs: Any) -> None:
+            name = os.path.abspath(path)
+            try:
+                make(path, *args, **kwargs)
+            except FileExistsError:
+                if name in self._made or not self._is_of_job(name):
+                    raise
+            self._made.add(name)
+
+        return make_too
+
+    def wrap_remove(self, remove: Any) -> Any:
+        """Return a function for `rmtree` that leaves what another rank has made again."""
+
+        def remove_too(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(path, str | os.PathLike):
+                return remove(path, *args, **kwargs)
+            name = os.path.abspath(path)
+            if not os.path.exists(name):
+                self._made.discard(name)
+                return None  # another rank was first
+            aside = f"{name}.removed-rank{runtime.rank()}-{os.getpid()}"
+            with _locked_folder(os.path.dirname(name)):
+                if name not in self._made and self._is_of_job(name):
+                    return None
+                self._made.discard(name)
+                # At once, so that no rank removes what another makes in its place.
+                try:
+                    os.rename(name, aside)
+                except FileNotFoundError:
+                    return None
+                except OSError:
+                    aside = name
+            return remove(aside, *args, **kwargs)
+
+        return remove_too
+
+    def _is_of_job(self, name: str) -> bool:
+        try:
+            return os.path.isdir(name) and os.stat(name).st_ctime >= self._began_s
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def _locked_folder(path: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+# Callbacks.
+
+
+def share_logs(loggers: Sequence[keras.callbacks.CSVLogger]) -> list[bool]:
+    """Return for each logger whether all ranks run it, as they name other files. Collective.
+
+    Each file is then written by the first rank that names it.
+    """
+    own = [os.path.abspath(logger.filename) for logger in loggers]
+    every = objects.allgather_object(own, name="files of CSVLogger") if own else [own]
+    differ = []
+    for place, callback in enumerate(loggers):
+        names = [of_rank[place] for of_rank in every]
+        differ.append(len(set(names)) > 1)
+        if differ[-1] and names.index(own[place]) != runtime.rank():
+            callback.filename = os.devnull
+    return differ
