@@ -102,6 +102,8 @@ DIRECT = {
     "fit/agreement": "unit/test_checkpoint_state"
     " unit/test_global_batches_records"
     " unit/test_optimizer_settings",
+    "transparent/batches": "unit/test_batches",
+    "transparent/differences": "unit/test_step_differences",
     # Adaptations of Keras and TensorFlow, which differ between their versions.
     "callbacks/learning_rate": "unit/test_callbacks_learning_rate",
     "callbacks/local_models": "unit/test_local_sgd",

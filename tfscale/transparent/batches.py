@@ -188,12 +188,9 @@ class BatchComparison:
 
     def __call__(self, batch: Any) -> Rider:
         """Take a batch in, in its step; return what the first message of the step compares."""
-        parts = batch if isinstance(batch, tuple) else (batch,)
-        self._named = _ARGUMENTS if isinstance(batch, tuple) else ("data", *_ARGUMENTS[1:])
         with tf.device("CPU:0"):
-            own = [self._digest_of_part(part) for part in parts[: len(_ARGUMENTS)]]
-            own += [tf.constant(0, tf.int64)] * (len(_ARGUMENTS) - len(own))
-            digests = self._digests.assign(self._digests * _FACTOR + tf.stack(own))
+            of_batch = self._digests_of(batch)
+            digests = self._digests.assign(self._digests * _FACTOR + of_batch)
             n_batches = self._n_batches.assign_add(1)
 
         def refuse() -> tf.Tensor:
@@ -209,6 +206,18 @@ class BatchComparison:
         elif int(self._left) > 0:
             compare()
         return Rider(_signs(digests), refuse)
+
+    def require_same(self, batch: Any) -> None:
+        """Require that the batch that comes next is the same on all ranks. Collective."""
+        self._compare(self._digests_of(batch), self._n_batches + 1)
+
+    def _digests_of(self, batch: Any) -> tf.Tensor:
+        """Return a digest of each argument, shape [3]."""
+        parts = batch if isinstance(batch, tuple) else (batch,)
+        self._named = _ARGUMENTS if isinstance(batch, tuple) else ("data", *_ARGUMENTS[1:])
+        digests = [self._digest_of_part(part) for part in parts[: len(_ARGUMENTS)]]
+        digests += [tf.constant(0, tf.int64)] * (len(_ARGUMENTS) - len(digests))
+        return tf.stack(digests)
 
     def _digest_of_part(self, part: Any) -> tf.Tensor:
         total = tf.constant(0, tf.int64)

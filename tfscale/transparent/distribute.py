@@ -149,7 +149,9 @@ class Distributed:
         steps.patch(self._patches, batch_norm)
         # Statistics of each rank's rows give other results on purpose.
         verify = "off" if batch_norm == "local" else verify
-        self._verifier = Verifier(verify, lambda model, batch: self._prepare(model)(batch))
+        self._verifier = Verifier(
+            verify, lambda model, step, batch: self._prepare(model)[step].require_same(batch)
+        )
         self._verifier.patch(self._patches)
         self._patches.wrap_model(
             fit=self._fit,
@@ -217,10 +219,14 @@ class Distributed:
             forget(model)
             self._models[model] = looks = {name: BatchComparison() for name in _STEPS}
             for name, wrap in _STEPS.items():
-                wrap_once(model, name, functools.partial(wrap, look=looks[name]))
+                wrap_once(model, name, functools.partial(wrap, look=self._look(looks[name])))
             watch(model)
             model.train_function = model.test_function = model.predict_function = None
         return self._models[model]
+
+    def _look(self, comparison: BatchComparison) -> Callable[[Any], Any]:
+        """Return a look at the batches of a step, but for those of a step that is only tried."""
+        return lambda batch: None if self._verifier.is_trying else comparison(batch)
 
     def _prepare_training(self, model: keras.Model) -> BatchComparison:
         """Prepare a model, and wrap its optimizers."""

@@ -359,7 +359,7 @@ def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
     first = tf.get_static_value(shape[0]) if tf.is_tensor(shape[0]) else shape[0]
     others = share.others
     if first is not None:
-        others = [rows for rows in others if isinstance(rows, int) and rows == first]
+        others = tuple(rows for rows in others if isinstance(rows, int) and rows == first)
         if not isinstance(share.computed, int) or (first % share.computed and not others):
             return None
         if first != share.computed and layout is None and not others:

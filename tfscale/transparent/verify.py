@@ -31,11 +31,12 @@ import tensorflow as tf
 
 from tfscale.callbacks.epoch_measures import MemoryGuard
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
-from tfscale.checkpoints.variables import distinct, metrics_of
+from tfscale.checkpoints.variables import distinct
 from tfscale.comm import collectives, objects, runtime
 from tfscale.config import ConfigError, require
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.dense import own_calls
+from tfscale.fit.metric_updates import flat_items, metrics_of
 from tfscale.internals.classes import Patches
 from tfscale.internals.keras import layers_of, raw_variable
 from tfscale.internals.optimizers import iterations_of, optimizers_of, trained_by
@@ -81,10 +82,13 @@ class Verifier:
 
     Args:
         verify: "first" compares the first step of each function, N that and every N-th, "off" none.
-        compare_batch: Requires that all ranks were given the same batch of a model. Collective.
+        compare_batch: Requires that all ranks were given the same batch, for a model and the name
+            of a step. Collective.
     """
 
-    def __init__(self, verify: Verify, compare_batch: Callable[[keras.Model, Any], None]) -> None:
+    def __init__(
+        self, verify: Verify, compare_batch: Callable[[keras.Model, str, Any], None]
+    ) -> None:
         self._every = 0 if verify in ("first", "off") else int(verify)
         self._is_on = verify != "off"
         self._compare_batch = compare_batch
@@ -156,17 +160,14 @@ class Verifier:
             batch: The whole batch, the same on all ranks.
             spec: Its element spec, with which the step itself will be traced.
         """
-        if kind == "train":
-            self._compare_batch(model, batch)
+        self._compare_batch(model, f"{kind}_step", batch)
         step = getattr(model, f"{kind}_step")
-        plain = getattr(step, "__wrapped__", None)
-        share = shares.share_of(batch)
+        plain, share = steps.plain_step(step), shares.share_of(batch)
         if plain is None or share is None:
             return
-        on_rows = steps.on_all_rows if kind == "predict" else steps.on_share
         seeds = _PythonSeeds()
         try:
-            shared = _Trial(self, model, kind, on_rows(plain), spec, is_shared=True)
+            shared = _Trial(self, model, kind, step, spec, is_shared=True)
         except Exception as error:
             if not model.run_eagerly:
                 raise
@@ -189,11 +190,16 @@ class Verifier:
             if verdict.rows == rows:
                 break
             rows = verdict.rows
-            part = shares.cut(batch, shares.Share(0, rows, total))
+            part = shares.cut(batch, shares.Share(0, rows, total, rows))
         if verdict.reason:
             _tell_not_compared(model, kind, verdict.reason)
         elif verdict.differences:
             raise ConfigError(explain(_METHODS[kind], runtime.size(), verdict.differences))
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a step is being tried, of which nothing is kept."""
+        return self._trial is not None
 
     @contextlib.contextmanager
     def trying(self, trial: _Trial) -> Iterator[None]:
@@ -227,6 +233,7 @@ class Verifier:
         error: Exception | None = None
         if runtime.rank() == 0:
             fitting = int(min(rows, guard.largest(n_own)))
+            fitting = 0 if share.others and fitting < rows else fitting  # cut by numbers of its own
             if fitting < rows:
                 logger.warning(_PART, _METHODS[kind], fitting, rows)
                 verdict = _Verdict(fitting)
@@ -461,9 +468,10 @@ class _Trial:
         if self._kind == "predict":
             outputs = map(np.asarray, map(_rows_of, keras.tree.flatten(results)))
             return [Value("output", str(i), array, array) for i, array in enumerate(outputs)]
-        logs = {**_flat(self.model.get_metrics_result()), **_flat(results)}
+        logs = dict(flat_items(results)) if isinstance(results, dict) else {}
         if self._is_shared:
-            logs = metrics_of_all_ranks(self.model, logs)
+            step = f"{self._kind}_step"
+            logs = metrics_of_all_ranks(self.model, logs, step, is_direct=True)
         arrays = {key: np.asarray(value) for key, value in logs.items() if _is_number(value)}
         return [Value("loss or metric", key, array, array) for key, array in arrays.items()]
 
@@ -497,14 +505,6 @@ class _Trial:
 
 def _rows_of(output: Any) -> Any:
     return output.to_tensor() if isinstance(output, tf.RaggedTensor) else output
-
-
-def _flat(results: Any) -> dict[str, Any]:
-    """Return the numbers of logs by their last keys, as Keras shows them."""
-    flat: dict[str, Any] = {}
-    for key, value in results.items() if isinstance(results, dict) else ():
-        flat.update(_flat(value) if isinstance(value, dict) else {key: value})
-    return flat
 
 
 def _is_number(value: Any) -> bool:
