@@ -68,7 +68,7 @@ def on_share(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
         with shares.entering(share, rider):
             return step(shares.cut(batch, share))
 
-    step_on_share.is_on_rows = True  # type: ignore[attr-defined]
+    step_on_share.plain_step = step  # type: ignore[attr-defined]
     return step_on_share
 
 
@@ -91,15 +91,13 @@ def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
 
         return keras.tree.map_structure(gather, own)
 
-    step_on_all_rows.is_on_rows = True  # type: ignore[attr-defined]
+    step_on_all_rows.plain_step = step  # type: ignore[attr-defined]
     return step_on_all_rows
 
 
 def plain_step(step: Any) -> Any:
     """Return the step on whole batches that one of a model is made of; None if it is not."""
-    while step is not None and not getattr(step, "is_on_rows", False):
-        step = getattr(step, "__wrapped__", None)
-    return None if step is None else step.__wrapped__
+    return getattr(step, "plain_step", None)  # also of what wraps it by functools.wraps
 
 
 def _can_gather(output: Any) -> bool:
