@@ -60,6 +60,7 @@ _UNREPEATABLE = (
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
     "ParameterizedTruncatedNormal",
 )
+_STEP_LENGTH = 0.01  # at most, of a step along gradients in place of an optimizer's
 _COLLECTIVES = ("Tfscale", "Horovod")
 _ALONE = {"TfscaleAwait"}  # waits for what has been posted, and sends nothing
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -429,7 +430,7 @@ class _Trial:
             weighted = [shares.weighted(gradient) for gradient in dense]
             dense = collectives.grouped_allreduce(weighted, name="gradients of a tried step")
         norm = tf.linalg.global_norm([tf.cast(gradient, tf.float64) for gradient in dense])
-        rate = tf.cast(optimizer.learning_rate, tf.float64) / tf.maximum(norm, 1.0)
+        rate = _STEP_LENGTH / tf.maximum(norm, 1.0)
         for gradient, (_, variable) in zip(dense, pairs, strict=True):
             # Tensors of branches and inner functions cannot be returned: there the change counts.
             if current_graph() is self._graph:
