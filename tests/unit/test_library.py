@@ -328,6 +328,7 @@ def test_the_launcher_compiles_before_ranks_start(monkeypatch, capsys, words, ba
     monkeypatch.setattr(mpi_command, "find_mpi", lambda *_: MPI)
     monkeypatch.setattr(cli.library, "prepare_library", prepare)
     monkeypatch.setattr(cli.Job, "run", lambda self: 0)
+    monkeypatch.setattr(cli, "check_hosts", lambda *_: None)
     assert cli.main(["run", *words.split(), "python"]) == int(is_needed)
     assert calls == ["mpich"] * is_needed
     assert is_needed == ("tfscale: Compiling needs a compiler.\n" in capsys.readouterr().err)

@@ -376,7 +376,8 @@ def _outcome(code: int, launcher: _Launcher, stop: StopRequest) -> Outcome:
     if failure is None:
         notes += describe_caught(reports)
     closing = "" if code or stop.first else describe_training(reports)
-    return Outcome(code, failure, stop.first is not None, is_orderly, notes, reason, closing)
+    was_stopped = stop.first is not None
+    return Outcome(code, failure, was_stopped, is_orderly, notes, reason, closing=closing)
 
 
 def _describe_cut(names: str, stop: StopRequest, has_saved: bool) -> str:

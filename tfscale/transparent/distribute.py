@@ -187,9 +187,9 @@ class Distributed:
         write_on_first_rank(False)
         replace_environment(self._environment)
         for model in self._models:
+            forget(model)  # first: it puts back the steps that were there before it
             for name in (*_STEPS, "save", "save_weights"):
                 vars(model).pop(name, None)
-            forget(model)
             model.train_function = model.test_function = model.predict_function = None
         if self._stdout is not None:
             sys.stdout.flush()
