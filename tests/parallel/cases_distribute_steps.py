@@ -353,7 +353,7 @@ def case_metrics_whose_states_do_not_add():
         class Declared(Stateful):
             tfscale_reduce = {"v": "mean"}  # noqa: RUF012
 
-        with distributed():
+        with distributed(verify="off"):  # a mean of last values is no value of one process
             assert outcome(lambda: evaluated(Declared(last))) == "no error"
     model = keras.Sequential([keras.Input((5,)), layers.Dense(2)])
     model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")

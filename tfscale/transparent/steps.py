@@ -354,7 +354,11 @@ def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
     if share is None or length == 0:
         return None
     layout = block_layout(source) if tf.is_tensor(source) else None
-    first = tf.get_static_value(shape[0]) if tf.is_tensor(shape[0]) else shape[0]
+    if tf.is_tensor(shape):  # of an element of a constant TensorFlow knows no value
+        static = tf.get_static_value(shape, partial=True)
+        first = None if static is None else static[0]
+    else:
+        first = tf.get_static_value(shape[0]) if tf.is_tensor(shape[0]) else shape[0]
     others = share.others
     if first is not None:
         others = tuple(rows for rows in others if isinstance(rows, int) and rows == first)
