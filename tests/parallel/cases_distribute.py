@@ -48,12 +48,12 @@ def in_one_process(train):
     return train()
 
 
-def require_equal_runs(train, **options):
+def require_equal_runs(train, atol=1e-10, **options):
     """Require the arrays and numbers of one process, to rounding, on every rank alike."""
     expected = in_one_process(train)
     with distributed(**options):
         found = train()
-    require_close(found, expected)
+    require_close(found, expected, atol=atol)
     every = tfscale.allgather_object([np.asarray(array) for array in found])
     for of_rank in every:
         require_identical(of_rank, every[0])

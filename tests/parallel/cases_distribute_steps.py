@@ -473,5 +473,6 @@ def case_ranks_without_rows():
         return few_rows(model, x, np.array([[1, 2, 0], [3, 0, 0], [1, 1, 2]]))
 
     with float64():
-        for train in (recurrent, normalised, masked, overlap, aligned):
+        for train in (recurrent, normalised, masked, overlap):
             require_equal_runs(train)
+        require_equal_runs(aligned, atol=1e-6)  # CTC computes in float32

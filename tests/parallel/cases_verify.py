@@ -240,7 +240,7 @@ def classifier(**fit):
         steps_per_execution=fit.pop("steps_per_execution", 1),
     )
     labels = np.arange(24) % 3
-    options = {"epochs": 2, "verbose": 0, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}
+    options = {"epochs": 1, "verbose": 0, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}
     history = model.fit(ROWS, labels, 6, validation_split=0.25, **options, **fit)
     model.train_on_batch(ROWS[:8], labels[:8])
     model.predict_on_batch(ROWS[:5])
