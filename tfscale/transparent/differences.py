@@ -53,8 +53,8 @@ def find_differences(
     name; `epsilon` is the distance of 1.0 to the next number of the least precise dtype.
 
     Values may differ by the square root of the precision, or 1e-6: errors of a wrong formula are
-    larger, those of rounding smaller. A gradient whose sum cancels out, such as that of a bias in front of
-    a BatchNormalization, is compared with the largest of the others.
+    larger, those of rounding smaller. A gradient whose sum cancels out, such as that of a bias in
+    front of a BatchNormalization, is compared with the largest of the others.
     """
     tolerance = max(epsilon**0.5, 1e-6)  # some ops, such as CTC, compute in float32 at most
     gradients = [v.array for (kind, _), v in alone.items() if kind == "gradient" and v.array.size]
