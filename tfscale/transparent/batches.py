@@ -200,12 +200,13 @@ class BatchComparison:
             with tf.control_dependencies([self._left.assign_sub(1)]):
                 return refuse()
 
-        if not tf.executing_eagerly():
-            # A stateful op: the step's update, stateful too, comes after it.
-            tf.cond(self._left > 0, compare, lambda: tf.constant(0))
-        elif int(self._left) > 0:
-            compare()
-        return Rider(_signs(digests), refuse)
+        if tf.executing_eagerly():
+            if int(self._left) > 0:
+                compare()
+            return Rider(_signs(digests), refuse)
+        compared = tf.cond(self._left > 0, compare, lambda: tf.constant(0))
+        with tf.control_dependencies([compared]):  # the step waits for the signs
+            return Rider(tf.identity(_signs(digests)), refuse)
 
     def require_same(self, batch: Any) -> None:
         """Require that the batch that comes next is the same on all ranks. Collective."""

@@ -65,8 +65,12 @@ def on_share(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
         if share is None:
             return step(batch)
         shares.note_weight(share)
+        # No gradient is sent before the batch is known to be that of the others: a rank whose
+        # comparison fails first would leave them waiting for its own.
+        with tf.control_dependencies([] if rider is None else [rider.signs]):
+            part = shares.cut(batch, share)
         with shares.entering(share, rider):
-            return step(shares.cut(batch, share))
+            return step(part)
 
     step_on_share.plain_step = step  # type: ignore[attr-defined]
     return step_on_share
@@ -77,12 +81,14 @@ def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
 
     @functools.wraps(step)
     def step_on_all_rows(batch: Any) -> Any:
-        look(batch)
+        rider = look(batch)
         share = shares.share_of(batch)
         if share is None:
             return step(batch)
+        with tf.control_dependencies([] if rider is None else [rider.signs]):
+            part = shares.cut(batch, share)
         with shares.entering(share):
-            own = step(shares.cut(batch, share))
+            own = step(part)
         if not all(map(_can_gather, keras.tree.flatten(own))):
             return step(batch)  # every rank computes all
 
