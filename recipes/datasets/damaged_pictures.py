@@ -46,7 +46,7 @@ def find(
 
 
 def _kept_in(known: Path) -> list[int] | None:
-    """Return what an earlier run has found; None if there is no such file, or it was cut."""
+    """Return the results of an earlier run; None if there is no such file, or it was cut."""
     try:
         kept = json.loads(known.read_bytes())
     except (OSError, ValueError):

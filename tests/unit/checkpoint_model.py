@@ -127,7 +127,7 @@ def resume(folder, stop, every=1, model=build, data=lambda: None, front=(), **op
 
 
 def info_of(step, size=2, run="0123abcd", weights=()):
-    """Return what a snapshot of a model with these weights, and without optimizer, would hold."""
+    """Return the content of a snapshot of a model with these weights, without optimizer."""
     of_numpy = np.random.RandomState(1).get_state(legacy=False)
     of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()
     return {

@@ -132,7 +132,7 @@ def test_programs_without_init_may_end_when_they_like():
 
 
 def waited(*messages, pause_s=0.0):
-    """Return what is said last when rank 0 has waited in `tfscale.init` in vain."""
+    """Return the last line when rank 0 has waited in `tfscale.init` in vain."""
     gave_up = Report(0, "a", 1, None, True, False, error="x\n", is_told=True, is_starting=True)
     pause = f"time.sleep({pause_s})\n"
     outcome = run(says(*STARTS, CALLS[0]) + pause + says(*messages, gave_up))

@@ -1,4 +1,4 @@
-"""How the states of metrics are combined over ranks, and how that is seen in their updates."""
+"""Reductions of metric states over ranks, recognised in their updates."""
 
 import inspect
 
@@ -13,7 +13,7 @@ ops = keras.ops
 
 
 def change(update):
-    """Return what an update does with a state of three numbers, given other numbers."""
+    """Return the effect of an update on a state of three numbers, given other numbers."""
     state = tf.Variable([1.0, 2.0, 3.0])
     others = tf.Variable([1.0, 2.0, 3.0])
     graph = probe(lambda x: update(state, x, others), (tf.ones((4, 3)),), {})

@@ -438,7 +438,7 @@ class Found:
 
 
 def _common(info: dict[str, Any]) -> list[Any]:
-    """Return what must be equal in all parts of a checkpoint."""
+    """Return the fields that must be equal in all parts of a checkpoint."""
     return [info["size"], info["groups"], len(info["callbacks"])]
 
 

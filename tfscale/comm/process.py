@@ -117,7 +117,7 @@ SLURM_VARIABLES = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what MPI needs in a rank that `srun --mpi=pmi2` started on several nodes, or nothing.
+    """Return the variables of MPI for a rank that `srun --mpi=pmi2` started on several nodes.
 
     Slurm's PMI2 sets PMI_JOBID. MPICH's own launcher, hydra, sets MPI_LOCALRANKID, and reads lines
     of any length, also where it uses srun.

@@ -126,7 +126,7 @@ def check_slurm(mpi: Mpi | None) -> Check | None:
 
 
 def _output_of(*command: str) -> str:
-    """Return what a command prints, or "" where it cannot be run."""
+    """Return the output of a command, or "" if it cannot be run."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10.0

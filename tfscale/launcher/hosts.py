@@ -54,7 +54,7 @@ def _probe_of(mpi: Mpi, environ: Mapping[str, str], folder: str) -> str:
 def _ask(
     names: Sequence[str], ssh: str, command: str, timeout_s: float, what: Mapping[int, str]
 ) -> dict[str, str]:
-    """Run a command on hosts, all at a time; return what is wrong with those where it fails.
+    """Run a command on hosts, all at a time; return the faults of those where it fails.
 
     `what` explains exit codes.
     """
