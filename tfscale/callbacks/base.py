@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfscale.callbacks.model_checkpoint import agree_on_saves, make_checkpoints_safe
 from tfscale.checkpoints.resumable import OnRankZero, Resumable, State
 from tfscale.checkpoints.variables import non_trainable_state
-from tfscale.comm import objects, runtime
+from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
 from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_deciders
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ConfigError
 from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
@@ -200,8 +200,7 @@ class RankZero(Container):
     """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
 
     Pass it to `fit` on every rank. On the other ranks no hook of the callback is called, not even
-    `set_model`. If it sets `model.stop_training`, all ranks stop together. When `fit` or `evaluate`
-    returns on any rank, the callback has ended on rank 0: files that it has written are complete.
+    `set_model`. If it sets `model.stop_training`, all ranks stop together.
 
     Args:
         callback: A Keras callback that does not communicate.
@@ -228,7 +227,6 @@ class RankZero(Container):
                 "Give it to fit() on all ranks, after MetricAverageCallback."
             )
         self.callback = callback
-        self._is_training = False
         self.companions = [OnRankZero(callback)] if isinstance(callback, Resumable) else []
 
     def parts(self) -> list[Any]:
@@ -238,51 +236,6 @@ class RankZero(Container):
     def around_parts(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which saves wait for no other rank."""
         return alone()
-
-    def set_model(self, model: keras.Model) -> None:
-        """Expect a `fit` or `evaluate` of the model."""
-        self._is_training = False
-        super().set_model(model)
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begin training on rank 0."""
-        self._is_training = True
-        super().on_train_begin(logs)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """End training on rank 0; the others wait for it. Collective."""
-        hook = super().on_train_end
-        self._end_together(lambda: hook(logs))
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """End a test on rank 0; the others wait for it, unless it is one of a `fit`."""
-        hook = super().on_test_end
-        if self._is_training:
-            hook(logs)
-        else:
-            self._end_together(lambda: hook(logs))
-
-    def _end_together(self, end: Callable[[], None]) -> None:
-        """Run a last hook. If it fails, it fails on all ranks. Collective."""
-        failure: Exception | None = None
-        try:
-            end()
-        except ExchangeError:  # nothing can be sent any more
-            raise
-        except Exception as error:
-            failure = error
-        if not runtime.is_single():
-            own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-            every = objects.allgather_object(own, name="end of a callback that writes")
-            failed = [f"{text} on rank {rank}" for rank, text in enumerate(every) if text]
-            if failed and failure is None:
-                raise ExchangeError(
-                    "A callback of rank 0 must end without an error, or its files are not "
-                    f"complete. Received: {type(self.callback).__name__} and {failed[0]}. Correct "
-                    "what it reports there."
-                )
-        if failure is not None:
-            raise failure
 
 
 def may_communicate() -> bool:

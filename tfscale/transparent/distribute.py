@@ -5,7 +5,7 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 * `fit` gets `callbacks.Synchronize` and wraps optimizers in `DistributedOptimizer`;
 * every rank reads the same global batches, and a step computes the rank's rows (`steps.py`);
 * `evaluate`, `train_on_batch` and `test_on_batch` return metrics of all rows, `predict` all rows;
-* callbacks that write run on rank 0 (`callbacks.RankZero`), and so does `model.save`.
+* callbacks that write run on rank 0 (`files.WrittenOnce`, a `RankZero`), and so does `model.save`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tfscale.callbacks import (
     BackupAndRestore,
     Checkpoint,
     MetricAverageCallback,
-    RankZero,
     Synchronize,
 )
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
@@ -54,7 +53,7 @@ from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
 from tfscale.transparent import files, steps
 from tfscale.transparent.batches import BatchComparison, OrderedPipelines
-from tfscale.transparent.files import share_logs
+from tfscale.transparent.files import WrittenOnce, share_logs
 from tfscale.transparent.verify import Verifier, Verify, require_verify
 
 BatchNorm = Literal["global", "local"]
@@ -393,7 +392,7 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
 
 
 def _written_once(callback: Any) -> Any:
-    return RankZero(callback) if _only_writes(callback) else callback
+    return WrittenOnce(callback) if _only_writes(callback) else callback
 
 
 def _only_writes(callback: Any) -> bool:

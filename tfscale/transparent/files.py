@@ -21,13 +21,14 @@ import socket
 import tempfile
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import keras
 import tensorflow as tf
 
+from tfscale.callbacks import RankZero
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError, environment
 from tfscale.internals.classes import Patches, folder_of_downloads
@@ -44,6 +45,60 @@ _JOB_VARIABLES = (
     "SLURM_STEP_ID",
 )
 _LOCKS = ".tfscale"  # folder in that of the downloads
+
+
+class WrittenOnce(RankZero):
+    """A callback that writes, on rank 0; every rank gives one to the same `fit` or `evaluate`.
+
+    When that returns on any rank, the callback has ended on rank 0: its files are complete.
+    """
+
+    _is_training = False
+
+    def set_model(self, model: keras.Model) -> None:
+        """Expect a `fit` or `evaluate` of the model."""
+        self._is_training = False
+        super().set_model(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin training on rank 0."""
+        self._is_training = True
+        super().on_train_begin(logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """End training on rank 0; the others wait for it. Collective."""
+        hook = super().on_train_end
+        self._end_together(lambda: hook(logs))
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """End a test on rank 0; the others wait for it, unless it is one of a `fit`."""
+        hook = super().on_test_end
+        if self._is_training:
+            hook(logs)
+        else:
+            self._end_together(lambda: hook(logs))
+
+    def _end_together(self, end: Callable[[], None]) -> None:
+        """Run a last hook. If it fails, it fails on all ranks. Collective."""
+        failure: Exception | None = None
+        try:
+            end()
+        except ExchangeError:  # nothing can be sent any more
+            raise
+        except Exception as error:
+            failure = error
+        if not runtime.is_single():
+            own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            every = objects.allgather_object(own, name="end of a callback that writes")
+            failed = [f"{text} on rank {rank}" for rank, text in enumerate(every) if text]
+            if failed and failure is None:
+                raise ExchangeError(
+                    "A callback of rank 0 must end without an error, or its files are not "
+                    f"complete. Received: {type(self.callback).__name__} and {failed[0]}. Correct "
+                    "what it reports there."
+                )
+        if failure is not None:
+            raise failure
 
 
 def patch(patches: Patches, began_s: float, shares_state: bool) -> None:
