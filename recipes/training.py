@@ -187,7 +187,7 @@ def save(model: keras.Model) -> None:
     Rank 0 writes. Where the ranks hold parts of the optimizer's state all of them must save. The
     run is over then: what --resume would have needed is removed.
     """
-    is_split = getattr(model.optimizer, "kept_state", None) is not None  # "auto" may shard, too
+    is_split = getattr(model.optimizer, "shares_state", False)  # "auto" may shard, too
     if hvd.rank() == 0 or is_split:
         run_folder().mkdir(parents=True, exist_ok=True)
         model.save(run_folder() / "model.keras")

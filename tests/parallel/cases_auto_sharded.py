@@ -89,7 +89,6 @@ def train(model: keras.Model, make_rule, script, steps=slice(0, STEPS), **option
         model.compile(sgd, loss="mse")
         tfscale.prepare(model)
     model.optimizer._self_watch = Script(script)
-    model.optimizer._self_is_watched = True
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     model.fit(data, verbose=0, callbacks=[*options.pop("callbacks", ()), Callback()], **options)
 
@@ -138,7 +137,7 @@ def case_a_mixture_is_what_it_says():
         model.evaluate(x[:BATCH], y[:BATCH], verbose=0)
         train(model, RULES["adam"], {}, slice(7, STEPS))
     optimizer = model.optimizer
-    cut = {v.path.split("/")[0] for v in optimizer.executor.shards.cut}
+    cut = {v.path.split("/")[0] for v in optimizer.bound.executor.shards.cut}
     assert cut == {"partly", "one", "other"}, cut
     calls = {name: inspect.dense_route(model.get_layer(name)) for name in cut}
     assert calls["partly"] == "partial" and calls["one"] == "weights", calls

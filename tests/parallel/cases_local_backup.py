@@ -29,7 +29,7 @@ class Follow(keras.callbacks.Callback):
         self.begin, self.ends = None, []
 
     def _now(self):
-        average = self.model.optimizer.group_average
+        average = self.model.optimizer.bound.average
         return int(average.since.numpy()), [v.numpy() for v in self.model.trainable_variables]
 
     def on_train_batch_begin(self, batch, logs=None):

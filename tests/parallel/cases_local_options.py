@@ -38,7 +38,7 @@ def case_an_outer_optimizer_where_a_rank_owns_nothing():
         model = model_of(lambda: [Dense(1, **whole)])
         strategy = LocalSGD(2, 3, within, outer=SGD(0.7, momentum=0.9, nesterov=True))
         own_fit(model, distributed(SGD(0.05), strategy), start())
-        return model.get_weights(), len(model.optimizer.group_average.targets)
+        return model.get_weights(), len(model.optimizer.bound.average.targets)
 
     whole, _ = weights("allreduce")
     parts, n_own = weights(tfscale.Sharded())

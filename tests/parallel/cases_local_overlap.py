@@ -98,10 +98,10 @@ class EqualAfterAverages(keras.callbacks.Callback):
         self.n_averages, self._left = 0, []
 
     def on_train_batch_end(self, batch, logs=None):
-        average = self.model.optimizer.group_average
+        average = self.model.optimizer.bound.average
         now, own = values_of(self.model.trainable_variables), self._averaged(average)
         every = tfscale.allgather_object((now, own))
-        for rank in next(g for g in self.model.optimizer.groups if tfscale.rank() in g):
+        for rank in next(g for g in self.model.optimizer.bound.groups.ranks if tfscale.rank() in g):
             require_identical(every[rank][0], now)
         for rank in average.across.ranks:
             require_identical(every[rank][1], own)
@@ -172,7 +172,7 @@ def case_a_rank_that_is_late_changes_no_bit():
         for late in (0, n - 1, n - 1):
             record, strategy = ModelDistance(), tfscale.LocalSGD(2, 4, **options)
             model = train("adam", strategy, 2, [Delays(late), record], **more)
-            average = model.optimizer.group_average
+            average = model.optimizer.bound.average
             own = values_of([*model.trainable_variables, *average.variables])
             results.append([*own, np.array(record.distances)])
         for result in results[1:]:
@@ -205,7 +205,7 @@ def case_a_longer_run_begins_with_the_average_of_an_ended_one():
         for begin, end in zip((0, *ends), ends, strict=False):
             callbacks = [*own, BroadcastGlobalVariablesCallback(0)]
             model.fit(data, initial_epoch=begin, epochs=end, verbose=0, callbacks=callbacks)
-        return values_of([*model.variables, *model.optimizer.group_average.variables])
+        return values_of([*model.variables, *model.optimizer.bound.average.variables])
 
     with float64(), shared_folder() as folder:
         fit_until(2, folder=folder / "saved")
@@ -220,7 +220,7 @@ def case_an_overlap_is_measured_once_and_is_the_same_on_all_ranks():
     """
     for at_once in (1, STEPS):
         strategy = tfscale.LocalSGD(2, 5 if at_once == 1 else 2, "allreduce", overlap="auto")
-        average = train("sgd", strategy, epochs=4, at_once=at_once).optimizer.group_average
+        average = train("sgd", strategy, epochs=4, at_once=at_once).optimizer.bound.average
         own = float(average.steps_per_average.numpy()), int(average.overlap.numpy())
         chosen = tfscale.allgather_object(own)
         assert chosen[0] == chosen[1] and chosen[0][0] > 0 and 1 <= chosen[0][1] <= 4, chosen
@@ -241,7 +241,7 @@ class Overlaps(keras.callbacks.Callback):
         self.found, self._change = [], (step, n_steps)
 
     def on_train_batch_end(self, batch, logs=None):
-        overlap = self.model.optimizer.group_average.overlap
+        overlap = self.model.optimizer.bound.average.overlap
         if len(self.found) + 1 == self._change[0]:
             overlap.assign(self._change[1])
         self.found.append(int(overlap.numpy()))

@@ -105,7 +105,7 @@ def case_callbacks_see_the_average_and_groups_go_on():
             assert agree(watch.begun[0]) and not any(agree(w) for w in watch.begun[1:])
             assert agree(model.trainable_variables[0].numpy())
             every = tfscale.allgather_object(watch.begun[1])
-            for group in model.optimizer.groups:
+            for group in model.optimizer.bound.groups.ranks:
                 assert all(np.array_equal(every[r], every[group[0]]) for r in group)
 
 
@@ -130,7 +130,7 @@ def case_groups_wait_while_the_rate_does_not_fall():
     ):
         strategy = tfscale.LocalSGD(2, 4, start="after_first_decay")
         model = train("sgd", strategy, epochs=5, callbacks=[keep])
-        assert model.optimizer.waits_for_groups
+        assert model.optimizer.bound.is_waiting_for_groups
 
 
 @sizes(4, timeout_s=120)
@@ -155,7 +155,8 @@ def groups_of_hosts():
     results = []
     for groups in ("host", 2):
         model = train("momentum", tfscale.LocalSGD(groups, 3), 2)
-        assert model.optimizer.groups == [[0, 1], [2, 3]], model.optimizer.groups
+        groups = model.optimizer.bound.groups.ranks
+        assert groups == [[0, 1], [2, 3]], groups
         results.append(values_of(model.trainable_variables))
     require_identical(*results)
 
@@ -177,7 +178,7 @@ def case_what_groups_send():
                 sum(int(np.prod(v.shape)) for v in variables)
                 for variables in (
                     model.trainable_variables,
-                    model.optimizer.group_average.targets,
+                    model.optimizer.bound.average.targets,
                 )
             )
             assert names_with_bytes()["average of parameters"] == own * 8

@@ -114,7 +114,7 @@ def case_loss_scaling_is_repaired_after_an_optimizer_was_cut():
                 built.build(model.trainable_variables)
                 tfscale.prepare(model)
                 train(model)
-            assert (model.optimizer.kept_state is not None) == (exchange != "allreduce")
+            assert (model.optimizer.bound.kept is not None) == (exchange != "allreduce")
             assert int(model.optimizer.iterations) == STEPS - 1
             assert float(model.optimizer.dynamic_scale) == 256.0
             require_equal_ranks(model.variables)

@@ -61,7 +61,7 @@ def train(optimizer, variables, steps, is_traced=True, gradients=own_gradients):
 
 def require_near_masters(optimizer, variables, bound):
     """Require variables that lack a little of what the owners have, and none for a bound of 0."""
-    shards, far = optimizer.executor.shards, 0.0
+    shards, far = optimizer.bound.executor.shards, 0.0
     for i, piece in shards.pieces.items():
         gap = np.abs(np.float64(piece.numpy()) - shards.part(i, variables[i].numpy()))
         far = max(far, gap.max(initial=0.0))
@@ -74,7 +74,9 @@ def pending(optimizer, variables, residuals=None):
     """Return the sum that is not applied yet, of each variable; in units of the mean."""
     totals = []
     for v in variables[:2] if tfscale.size() > 1 else ():
-        (kept,) = [r for r in (residuals or optimizer.executor.residuals).all if r.parameter is v]
+        (kept,) = [
+            r for r in (residuals or optimizer.bound.executor.residuals).all if r.parameter is v
+        ]
         own = tfscale.allreduce(kept.own, op=tfscale.Average)
         owner = 0.0 if kept.owner is None else np.reshape(tfscale.allgather(kept.owner), own.shape)
         totals.append(np.float64(own) + owner)
@@ -191,9 +193,9 @@ def case_a_gradient_that_is_not_finite_is_skipped_with_its_residuals():
         optimizer = DistributedOptimizer(SGD(0.1), compression=compression, nonfinite="skip")
         variables = new_variables()
         train(optimizer, variables, range(3), gradients=gradients)
-        before = values_of([*variables, *optimizer.executor.residuals.variables])
+        before = values_of([*variables, *optimizer.bound.executor.residuals.variables])
         train(optimizer, variables, [3], gradients=gradients)
-        require_identical([*variables, *optimizer.executor.residuals.variables], before)
+        require_identical([*variables, *optimizer.bound.executor.residuals.variables], before)
         # As if the step had not been.
         train(optimizer, variables, [4], gradients=gradients)
         other = DistributedOptimizer(SGD(0.1), compression=compression)
@@ -246,9 +248,9 @@ def case_only_exchanged_sums_are_compressed():
         variables = new_variables()
         before = values_of(variables)
         train(optimizer, variables, range(4))
-        kept = values_of(optimizer.executor.residuals.variables)
+        kept = values_of(optimizer.bound.executor.residuals.variables)
         train(optimizer, variables, [4])  # exchanges nothing
-        require_identical(optimizer.executor.residuals.variables, kept)
+        require_identical(optimizer.bound.executor.residuals.variables, kept)
         require_sums(before, variables, pending(optimizer, variables), range(4), 1e-5)
         assert least <= optimizer.memory_report()["residuals"] - 4 * FLOATS <= most
     optimizer = DistributedOptimizer(SGD(0.1), compression=Compression.int8(error_feedback=False))
@@ -296,7 +298,7 @@ def case_int4_begins_after_a_twentieth_of_the_steps():
     x, y = np.ones((8, 40), "float32"), np.ones((8, 70), "float32")
     callbacks = [tfscale.callbacks.Synchronize(), StopAt(epoch=0, rank=tfscale.rank())]
     model.fit(x, y, epochs=10000, batch_size=4, verbose=0, callbacks=callbacks)
-    residuals = model.optimizer.executor.residuals
+    residuals = model.optimizer.bound.executor.residuals
     assert [int(v) for v in (residuals.n_steps, residuals._start)] == [2, 1000]
 
 
@@ -376,10 +378,10 @@ def case_saves_and_assignments_keep_what_owners_have():
         require_near_masters(optimizer, model.trainable_variables, 1.0)
 
     train_again()
-    own = values_of(optimizer.executor.shards.pieces.values())
+    own = values_of(optimizer.bound.executor.shards.pieces.values())
     tfscale.broadcast_variables(model.variables, 0)
     model.set_weights(model.get_weights())
-    require_identical(optimizer.executor.shards.pieces.values(), own)
+    require_identical(optimizer.bound.executor.shards.pieces.values(), own)
     with shared_folder() as folder:
         model.save_weights(folder / "some.weights.h5")
         tfscale.barrier()
@@ -408,7 +410,7 @@ def case_averages_of_groups_in_few_bits_lose_nothing():
             optimizer.build(variables)
             train(optimizer, variables, range(8))
             require_equal_ranks(variables)
-            residuals = optimizer.group_average.residuals
+            residuals = optimizer.bound.average.residuals
             rest = pending(optimizer, variables, residuals)
             assert all(0 < np.abs(r).max() < 3.0 for r in rest[:2])
             sign = 1.0 if average == "gradients" else -1.0  # changes are against the gradients
@@ -417,7 +419,7 @@ def case_averages_of_groups_in_few_bits_lose_nothing():
             assert 0.125 < share < {"int8": 0.28, "int4": 0.16}[kind], share
             owned = 4 * FLOATS // tfscale.size()
             assert 4 * FLOATS < optimizer.memory_report()["residuals"] <= 4 * FLOATS + owned + 2048
-            optimizer.group_average.start_from_here()
+            optimizer.bound.average.start_from_here()
             assert not any(v.numpy().any() for v in residuals.variables)
 
 
@@ -432,8 +434,8 @@ def case_groups_that_start_later_take_over_what_is_pending():
     assert all(np.abs(r).max() > 0 for r in pending(optimizer, variables)[:2])
     optimizer.start_groups()
     train(optimizer, variables, range(4, 8))
-    assert not any(v.numpy().any() for v in optimizer.executor.residuals.variables)
-    rest = pending(optimizer, variables, optimizer.group_average.residuals)
+    assert not any(v.numpy().any() for v in optimizer.bound.executor.residuals.variables)
+    rest = pending(optimizer, variables, optimizer.bound.average.residuals)
     require_sums(before, variables, [-r for r in rest], range(8), 3e-5)
 
 
@@ -477,7 +479,7 @@ def run_data():
 
 
 def require_sum(kernel, optimizer):
-    if optimizer.groups is not None:
+    if optimizer.bound.groups is not None:
         return  # averages are rounded, too, and the last one drops what it has left
     x, y = map(np.float64, run_data())
     rest = pending(optimizer, [kernel])[0]

@@ -280,7 +280,7 @@ def check(
     np.testing.assert_allclose(distances, by_hand.distances[: len(distances)], rtol=1e-9)
     if strategy.fragments == 1 and not strategy.overlap:
         assert list(steps) == [passes * step for step in by_hand.steps]
-    average = model.optimizer.group_average
+    average = model.optimizer.bound.average
     found = dict(zip(average.layers, average.layer_distances.numpy(), strict=True))
     names = [owner_of(variable.path) for variable in model.trainable_variables[::2]]
     expected = by_hand.layer_distances[len(distances) - 1]

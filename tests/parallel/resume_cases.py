@@ -93,7 +93,7 @@ class Averages(keras.callbacks.Callback):
         self.begun, self.noted = [], []
 
     def _note(self):
-        average = self.model.optimizer.group_average
+        average = self.model.optimizer.bound.average
         overlap = average.record().get("overlap")
         self.noted.append((int(average.since), int(average.interval), overlap))
 

@@ -23,6 +23,7 @@ ROOMS = (
     "data",
     "exchange",
     "optimizer",
+    "local_sgd",
     "measure",
     "fit",
     "checkpoints",

@@ -196,7 +196,7 @@ def test_variables_excluded_from_weight_decay_stay_excluded():
 
 def test_other_optimizers_are_refused_and_the_reduction_stays():
     model = regrouped(keras.optimizers.SGD(0.1), op=tfscale.Sum)
-    assert model.optimizer.executor.options.op == tfscale.Sum
+    assert model.optimizer.bound.executor.options.op == tfscale.Sum
     with pytest.raises(ConfigError, match="ExponentialDecay. Pass --learning-rate"):
         regrouped(keras.optimizers.SGD(SCHEDULE))
     with pytest.raises(ConfigError, match="SGD. Wrap the optimizer"):

@@ -12,14 +12,14 @@ import numpy as np
 from tfscale.callbacks.base import BeforeValidation, Callback
 from tfscale.comm import collectives, events, runtime
 from tfscale.comm.runtime import Max, Sum
-from tfscale.exchange.local_sgd import AdaptiveInterval, LocalSGD
 from tfscale.files import append_json_lines, has_matplotlib, read_json_lines, write_json_lines
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import inner_optimizers, optimizer_of, update_rule
+from tfscale.local_sgd.intervals import AdaptiveInterval
+from tfscale.local_sgd.overlapped import LABEL, OverlappedAverage
 from tfscale.measure.groups import draw_distances
 from tfscale.optimizer.distributed import distributed_of
-from tfscale.optimizer.overlapped_averaging import LABEL, OverlappedAverage
 
 logger = logging.getLogger("tfscale")
 
@@ -83,7 +83,8 @@ class LocalModels(BeforeValidation):
     def _strategy(self) -> Any:
         distributed = distributed_of(optimizer_of(self.model))
         strategy = None if distributed is None else distributed.strategy
-        return strategy if isinstance(strategy, LocalSGD) and not runtime.is_single() else None
+        is_apart = strategy is not None and strategy.trains_apart
+        return strategy if is_apart and not runtime.is_single() else None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Forget an earlier `fit`; resume from a backup."""
@@ -138,7 +139,7 @@ class LocalModels(BeforeValidation):
 
     @property
     def _waits(self) -> bool:
-        return self._strategy is not None and self.model.optimizer.waits_for_groups
+        return self._strategy is not None and self.model.optimizer.bound.is_waiting_for_groups
 
     def _start_groups(self) -> None:
         self.model.optimizer.start_groups()

@@ -132,7 +132,7 @@ def agree_on_saves(session: FitSession) -> None:
         return
     # Time and path of each callback's saves; a callback may have counted batches before.
     own = [{"save_freq": c.save_freq, "path": c.filepath, **batches_of(c)} for c in saving]
-    process_set = (sharing or later)[0].executor.process_set
+    process_set = (sharing or later)[0].bound.executor.process_set
     every = objects.allgather_object((swaps, own), "callbacks that save", process_set)
     if sharing and any(rank_swaps for rank_swaps, _ in every):
         raise ConfigError(

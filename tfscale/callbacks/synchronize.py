@@ -369,7 +369,8 @@ class ConsistencyCheck(Callback):
             )
         ranks = process_set_of(self.model).ranks or range(len(every))
         distributed = distributed_of(self.model.optimizer)
-        groups = self.groups or (distributed.groups if distributed else None) or [ranks]
+        apart = distributed and distributed.bound.groups
+        groups = self.groups or (apart.ranks if apart else [ranks])
         different = {
             index: ranks
             for index, digests in enumerate(zip(*every, strict=True))

@@ -99,11 +99,11 @@ def take_snapshot(
             arrays[f"part{name}"] = _copy_of(piece).reshape(-1)
             info["ranges"][name] = held
         distributed = distributed_of(optimizer)
-        average = None if distributed is None else distributed.group_average
+        average = None if distributed is None else distributed.bound.average
         if average is not None and (is_leader or _kept_state_of(optimizer) is not None):
             add(f"average{k}", average.variables)
         accumulator = None if distributed is None else distributed.accumulator
-        residuals = None if distributed is None else distributed.executor.residuals
+        residuals = None if distributed is None else distributed.bound.executor.residuals
         for residual in residuals.all if residuals else ():
             if id(residual.parameter) not in places:  # no weight of the model
                 continue
@@ -159,7 +159,7 @@ def _masters_of(
 ) -> Iterator[tuple[str, Any, Any, Range]]:
     """Yield names, weights, and this rank's exact parts of weights that are gathered rounded."""
     distributed = distributed_of(optimizer)
-    shards = None if distributed is None else distributed.executor.shards
+    shards = None if distributed is None else distributed.bound.executor.shards
     places = {id(v): i for i, v in enumerate(weights)}
     if shards is None or not shards.rounds:
         return
@@ -172,7 +172,7 @@ def _masters_of(
 
 def _kept_state_of(optimizer: Any) -> KeptState | None:
     distributed = distributed_of(optimizer)
-    return None if distributed is None else distributed.kept_state
+    return None if distributed is None else distributed.bound.kept
 
 
 def _place_on_host() -> list[int]:
@@ -193,7 +193,7 @@ def _trained_by(optimizer: Any, places: dict[int, int]) -> list[int | None]:
     """Return the places of the weights that an optimizer was built on; None for other variables."""
     distributed = distributed_of(optimizer)
     rule = update_rule(optimizer)
-    trained = trained_by(rule) if distributed is None else distributed.built_for()
+    trained = trained_by(rule) if distributed is None else distributed.bound.variables
     return [places.get(id(variable)) for variable in trained]
 
 
@@ -336,7 +336,7 @@ class Restore:
         _require_same_order(reader.info, self._optimizers, weights)
         for optimizer in self._optimizers:
             distributed = distributed_of(optimizer)
-            if distributed and distributed.waits_for_groups and len(reader.groups) > 1:
+            if distributed and distributed.bound.is_waiting_for_groups and len(reader.groups) > 1:
                 distributed.start_groups()
                 prepare(model)
                 model.make_train_function(force=True)
@@ -461,7 +461,7 @@ class Restore:
         count = self._reader.info["accumulated"][k]
         if accumulator is None or not count:
             return
-        mode = "sum" if optimizer.executor.options.op == Sum else "mean"
+        mode = "sum" if optimizer.bound.executor.options.op == Sum else "mean"
         names = self._reader.parts[0].series(f"sum{k}")
         accumulator.restore(count, [self._own_or_share(name, mode) for name in names])
 
@@ -471,7 +471,7 @@ class Restore:
         Each rank takes its own; or the sum is cut again if ranks or hosts have changed.
         """
         distributed, reader = distributed_of(optimizer), self._reader
-        residuals = None if distributed is None else distributed.executor.residuals
+        residuals = None if distributed is None else distributed.bound.executor.residuals
         saved: dict[str, Any] = reader.info.get("residuals", {})  # older checkpoints have none
         known = [name for name in saved if name.startswith(f"{k}/")]
         if residuals is None or not known:
@@ -503,7 +503,7 @@ class Restore:
         another inner exchange, compression or outer optimizer.
         """
         distributed = distributed_of(optimizer)
-        average = None if distributed is None else distributed.group_average
+        average = None if distributed is None else distributed.bound.average
         if average is None:
             return
         leader, parts = self._groups[0][0], self._reader.parts

@@ -67,7 +67,10 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)
         distributed = distributed_of(optimizer)
-        own = gradient_sums(update_rule(optimizer)) if distributed is None else distributed.parts
+        kept = distributed and distributed.bound.kept
+        own = kept.parts if kept else []
+        if distributed is None:
+            own = gradient_sums(update_rule(optimizer))
         partial |= {id(item) for item in own}
     return [variable for variable in distinct(variables) if id(variable) not in partial]
 
@@ -75,8 +78,9 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
 def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
     """Send all ranks their parts of the sharded state that one rank may have loaded. Collective."""
     for optimizer in distributed_optimizers(model):
-        if optimizer.kept_state is not None:
-            optimizer.kept_state.broadcast_loaded(root_rank, optimizer.process_set)
+        kept = optimizer.bound.kept
+        if kept is not None:
+            kept.broadcast_loaded(root_rank, optimizer.process_set)
 
 
 def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
@@ -139,8 +143,8 @@ def groups_of(model: keras.Model) -> list[list[int]]:
     if size > 1 and not distributed:
         return [[rank] for rank in range(size)]
     if not distributed or distributed[0].process_set is global_process_set:
-        groups = distributed[0].groups if distributed else None
-        return [list(g) for g in groups] if groups else [list(range(size))]
+        groups = distributed[0].bound.groups if distributed else None
+        return [list(g) for g in groups.ranks] if groups else [list(range(size))]
     members = list(distributed[0].process_set.group().ranks)
     return [members, *([rank] for rank in range(size) if rank not in members)]
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from tfscale.comm.backends.base import Group
+from tfscale.comm.compression import refuse_low_rank
+from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError
 from tfscale.exchange import EXCHANGES
-from tfscale.exchange.plan import ExchangePlan, Table
+from tfscale.exchange.plan import ExchangePlan, GradientOptions, Table
 
 # "weights": ranks exchange the layer's weight gradients. "replicated", "partial": they exchange its
 # activations and output gradients; each computes the whole weight gradient, or that of its rows.
@@ -41,6 +43,7 @@ class Exchange(abc.ABC):
     needs_prepared: str = ""  # the option that needs a prepared model
     watch: str = ""  # module and class of the strategy's `Watch`; empty for none
     global_batch: int | None = None  # samples of all ranks together, if the user gave it
+    trains_apart: ClassVar[bool] = False  # whether groups of ranks may hold different weights
     outcome: Any = None  # times of a measured plan; None for most strategies
 
     @abc.abstractmethod
@@ -58,6 +61,20 @@ class Exchange(abc.ABC):
             ConfigError: There is none.
         """
         return self
+
+    def refuse(self, options: GradientOptions, nonfinite: str, given: str) -> None:
+        """Raise a ConfigError if an optimizer's options do not fit the strategy.
+
+        `nonfinite` is that of `DistributedOptimizer`; `given` names the strategy as the user wrote
+        it.
+        """
+        if self.is_sharding or self.may_shard_later:
+            refuse_low_rank(options.compression, given)
+
+    def form_groups(self, process_set: ProcessSet) -> Any:
+        """Return the groups of ranks that train apart, for local SGD; else None. Collective."""
+        del process_set
+        return None
 
     def within_group(self) -> Exchange:
         """Return the strategy inside a group of ranks: itself, except for local SGD."""

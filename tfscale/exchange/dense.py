@@ -298,11 +298,22 @@ class DenseCalls:
 
     def __init__(self, options: GradientOptions) -> None:
         self._options = options
+        self._model: weakref.ref[keras.Model] | None = None
         self.is_chosen = False
         # Kernel and bias (or None) of each layer whose kernel must be cut between rows.
         self.rows: list[tuple[Any, Any]] = []
         self._global_batch: int | None = None
         self._said: dict[str, str] = {}
+
+    @property
+    def model(self) -> keras.Model | None:
+        """The model whose layers were chosen last, if it still exists."""
+        return None if self._model is None else self._model()
+
+    def choose_none(self, model: keras.Model) -> bool:
+        """Let all layers exchange weights; return whether functions must be traced again."""
+        self._model = weakref.ref(model)
+        return any([restore(layer) for layer in layers_of(model)])
 
     def choose(
         self,
@@ -318,6 +329,7 @@ class DenseCalls:
         `is_local` returns whether a variable stays on its rank, `why_uncut` why it must not be cut
         between ranks (or an empty string). Returns whether functions must be traced again.
         """
+        self._model = weakref.ref(model)
         self._global_batch = strategy.global_batch or global_batch or self._global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
         shared = shared_weights(model)

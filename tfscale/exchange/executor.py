@@ -18,7 +18,7 @@ from tfscale.comm.runtime import ProcessSet, Sum, require_reducible
 from tfscale.config import ConfigError, PlanError, require
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import Exchange
-from tfscale.exchange.dense import DenseCalls, require_own, restore, use_of
+from tfscale.exchange.dense import DenseCalls, require_own, use_of
 from tfscale.exchange.plan import (
     ExchangePlan,
     Gradient,
@@ -30,7 +30,7 @@ from tfscale.exchange.plan import (
 )
 from tfscale.exchange.residuals import Residuals, Update
 from tfscale.exchange.shards import Shards, name_of
-from tfscale.internals.keras import device_of, layers_of
+from tfscale.internals.keras import device_of
 from tfscale.plan.buckets import GradientSpec
 
 
@@ -54,64 +54,18 @@ class Reduced:
     residuals: list[Update] = field(default_factory=list)
 
 
-class Executor:
-    """The exchange of one optimizer or tape."""
+class LocalVariables:
+    """Variables whose gradients stay on their rank: single ones, and those of layers."""
 
-    def __init__(
-        self,
-        strategy: Exchange,
-        options: GradientOptions,
-        process_set: ProcessSet,
-        scale_local_gradients: bool = True,
-    ) -> None:
-        """Create without shards and dense calls.
+    def __init__(self, variables: Sequence[Any] = (), layers: Sequence[Any] = ()) -> None:
+        self._variables, self._layers = list(variables), list(layers)
 
-        With `scale_local_gradients`, gradients of local variables are divided by the number of
-        ranks.
-        """
-        fits, remedy = isinstance(process_set, ProcessSet), "Use tfscale.add_process_set(ranks)."
-        require(fits, "process_set", "a ProcessSet", process_set, remedy)
-        self.strategy = strategy
-        self.options = options
-        self.process_set = process_set  # all other ranks keep their own gradients
-        self.may_shard = False  # stays False for a tape, which needs whole gradients
-        self.shards: Shards | None = None  # set when `build` cuts parameters
-        is_quantized = isinstance(options.compression, LossyCompressor)
-        self.residuals = Residuals(options.compression) if is_quantized else None
-        self.dense = DenseCalls(options)
-        # An observer ends with the callback that made it.
-        self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
-        self._given = (strategy, process_set)
-        self._scale_local_gradients = scale_local_gradients
-        self._local: list[Any] = []
-        self._local_layers: list[keras.layers.Layer] = []
-        self._static: list[Parameter] = []  # of `shards`, without gradients of a step
-        self._model: weakref.ref[keras.Model] | None = None
+    def add(self, variable: Any) -> None:
+        """Keep a variable local."""
+        self._variables.append(variable)
 
-    def copy(self) -> Executor:
-        """Return an executor with the same options and local variables."""
-        strategy, process_set = self._given  # the original ones: planning and local SGD change them
-        other = Executor(strategy, self.options, process_set, self._scale_local_gradients)
-        other._local = list(self._local)
-        other._local_layers = list(self._local_layers)
-        return other
-
-    @property
-    def is_sharding(self) -> bool:
-        """Whether parameters are cut, or will be once they are built."""
-        return self.may_shard and self.strategy.is_sharding
-
-    @property
-    def model(self) -> keras.Model | None:
-        """The prepared model, if it still exists."""
-        return None if self._model is None else self._model()
-
-    def keep_local(self, variable: Any) -> None:
-        """Do not exchange gradients of a variable."""
-        self._local.append(variable)
-
-    def keep_layers_local(self, local_layers: Any) -> None:
-        """Do not exchange gradients of a layer, or a list of layers, built now or later."""
+    def add_layers(self, local_layers: Any) -> None:
+        """Keep the variables of a layer, or a list of layers, local, built now or later."""
         is_one = isinstance(local_layers, keras.layers.Layer)
         layers = [local_layers] if is_one else local_layers or []
         wrong = [layer for layer in layers if not isinstance(layer, keras.layers.Layer)]
@@ -120,13 +74,91 @@ class Executor:
                 f"local_layers must be Keras layers. Received: {type(wrong[0]).__name__}. "
                 "For single variables use register_local_var(variable)."
             )
-        self._local_layers += layers
+        self._layers += layers
+
+    def __contains__(self, variable: Any) -> bool:
+        """Return whether a variable may differ between ranks."""
+        return any(variable is v for v in self._variables) or any(
+            variable is v for layer in self._layers for v in layer.weights
+        )
+
+    def copy(self) -> LocalVariables:
+        """Return a list of its own, with the same variables and layers."""
+        return LocalVariables(self._variables, self._layers)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options with which a user asks for the exchange of one optimizer or tape.
+
+    With `scale_local_gradients`, gradients of local variables are divided by the number of ranks.
+    """
+
+    strategy: Exchange
+    options: GradientOptions
+    process_set: ProcessSet  # all other ranks keep their own gradients
+    scale_local_gradients: bool = True
+    local: LocalVariables = field(default_factory=LocalVariables)
+
+    def __post_init__(self) -> None:
+        fits, remedy = isinstance(self.process_set, ProcessSet), "tfscale.add_process_set(ranks)"
+        require(fits, "process_set", "a ProcessSet", self.process_set, f"Use {remedy}.")
+
+    def copy(self) -> Request:
+        """Return the same request with a list of local variables of its own."""
+        return replace(self, local=self.local.copy())
+
+
+@dataclass(frozen=True, eq=False)
+class Executor:
+    """The exchange of one optimizer or tape, as it runs.
+
+    Another strategy, other ranks or cut parameters need another executor (`dataclasses.replace`,
+    `cut`); the first four fields are shared by all executors of an optimizer.
+
+    Attributes:
+        request: What the user asked for.
+        dense: The calls of Dense layers that exchange activations.
+        residuals: What lossy compression has not sent yet; None without one.
+        observers: They look at the gradients of each step. One ends with the callback that made it.
+        strategy: The exchange that runs: one that does not cut parameters where they must stay
+            whole.
+        process_set: The ranks that exchange; a group of those in the request with local SGD.
+        shards: The cut parameters; None unless `cut` has made this executor.
+        table: The variables of `shards`, without gradients of a step.
+    """
+
+    request: Request
+    dense: DenseCalls
+    residuals: Residuals | None
+    observers: weakref.WeakSet[Observer]
+    strategy: Exchange
+    process_set: ProcessSet
+    shards: Shards | None = None
+    table: tuple[Parameter, ...] = ()
+
+    @staticmethod
+    def of(request: Request, strategy: Exchange) -> Executor:
+        """Return the first executor of an optimizer or tape, which runs a strategy."""
+        options = request.options
+        is_lossy = isinstance(options.compression, LossyCompressor)
+        return Executor(
+            request,
+            DenseCalls(options),
+            Residuals(options.compression) if is_lossy else None,
+            weakref.WeakSet(),
+            strategy,
+            request.process_set,
+        )
+
+    @property
+    def options(self) -> GradientOptions:
+        """Options of all gradients, as the user gave them."""
+        return self.request.options
 
     def is_local(self, variable: Any) -> bool:
         """Return whether a variable may differ between ranks."""
-        return any(variable is v for v in self._local) or any(
-            variable is v for layer in self._local_layers for v in layer.weights
-        )
+        return variable in self.request.local
 
     def has_own_gradients(self, variables: Sequence[Any]) -> bool:
         """Return whether this rank has reduced gradients that other ranks lack.
@@ -149,46 +181,43 @@ class Executor:
         With a sharding strategy, all layers exchange weights unless one optimizer updates the whole
         model in every step (`may_cut`).
         """
-        self._model = weakref.ref(model)
-        if self.is_sharding and not may_cut:
-            return any([restore(layer) for layer in layers_of(model)])
+        if self.strategy.is_sharding and not may_cut:
+            return self.dense.choose_none(model)
         return self.dense.choose(
-            model, self._running(), self.process_set, self.is_local, why_uncut, global_batch
+            model, self.strategy, self.process_set, self.is_local, why_uncut, global_batch
         )
 
-    def build(self, variables: Sequence[Any], why_uncut: Callable[[Any], str]) -> list[Any]:
-        """Cut parameters if the strategy shards; return what this rank updates for each of them.
+    def cut(self, variables: Sequence[Any], why_uncut: Callable[[Any], str]) -> Executor:
+        """Return an executor with this rank's parts of variables, by the plan of the strategy.
 
         `variables` are equal on all ranks; `why_uncut` returns why one rank must own all of one, or
         an empty string.
         """
-        if not self.is_sharding:
-            return list(variables)
-        places = {id(v): i for i, v in enumerate(variables)}
-        rows: dict[int, int] = {}
+        position = {id(v): i for i, v in enumerate(variables)}
+        kernel_of: dict[int, int] = {}  # kernels that are cut between rows, and their biases
         for kernel, bias in self.dense.rows:
             for v in (kernel, bias):
-                if id(v) in places and id(kernel) in places:
-                    rows[places[id(v)]] = places[id(kernel)]
+                if id(v) in position and id(kernel) in position:
+                    kernel_of[position[id(v)]] = position[id(kernel)]
         group = self.process_set.group()
-        self._static = [
+        table = tuple(
             Parameter(
                 GradientSpec(name_of(v), tuple(v.shape), v.dtype),
                 v.dtype,
                 is_local=self.is_local(v),
                 is_whole=bool(why_uncut(v)),
                 device=device_of(v),
-                row_bucket=rows.get(i, -1),
+                row_bucket=kernel_of.get(i, -1),
             )
             for i, v in enumerate(variables)
-        ]
-        plan = self._running().plan(Table(tuple(self._static)), group)
-        whole = [i for i, parameter in enumerate(self._static) if parameter.is_whole]
-        given, compression = self._given[0], self.options.compression
-        if given.within_group() is not given:  # averaged groups must hold equal parameters
-            compression = Compression.none
-        self.shards = Shards(variables, plan.segments, whole, group, compression)
-        return self.shards.targets
+        )
+        plan = self.strategy.plan(Table(table), group)
+        whole = [i for i, parameter in enumerate(table) if parameter.is_whole]
+        # Groups that train apart are averaged, so what they hold must not be rounded.
+        are_apart = self.request.strategy.trains_apart
+        compression = Compression.none if are_apart else self.options.compression
+        shards = Shards(variables, plan.segments, whole, group, compression)
+        return replace(self, shards=shards, table=table)
 
     # Without this, AutoGraph would read and convert the code in every traced function.
     @tf.autograph.experimental.do_not_convert
@@ -223,7 +252,7 @@ class Executor:
         given = [i for i, gradient in enumerate(gradients) if gradient is not None]
         local = {i for i in given if self.is_local(variables[i])}
         shared = [i for i in given if i not in local]
-        if self._scale_local_gradients:
+        if self.request.scale_local_gradients:
             for i in local:
                 results[i] = _changed(gradients[i], lambda values: values / group.size)
         arrived: list[tf.Tensor] = []
@@ -311,7 +340,7 @@ class Executor:
         wire: Wire,
     ) -> ExchangePlan:
         """Return the strategy's plan of this step."""
-        strategy = self._running()
+        strategy = self.strategy
         if strategy.needs_prepared and not self.dense.is_chosen:
             raise PlanError(
                 "Dense layers must be prepared before they exchange activations. Received: "
@@ -323,7 +352,7 @@ class Executor:
         if self.shards is None:
             table = [_parameter(v, own[i], forms[i]) for i, v in enumerate(base)]
         else:
-            table = list(self._static)
+            table = list(self.table)
             for i, form in forms.items():
                 dtype = values_of(own[i]).dtype.name
                 table[i] = replace(table[i], gradient=form, wire_dtype=dtype)
@@ -354,9 +383,6 @@ class Executor:
         if self.shards is not None:
             bits = None if self.residuals is None else self.residuals.bits()
             self.shards.publish(waits, updated, bits)
-
-    def _running(self) -> Exchange:
-        return self.strategy if self.may_shard else self.strategy.whole()
 
     def _stays_sparse(self, index: int, gradient: Any, size: int) -> bool:
         if not isinstance(gradient, tf.IndexedSlices) or self.options.sparse_as_dense:

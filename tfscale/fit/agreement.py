@@ -19,7 +19,6 @@ from tfscale.comm.software import versions
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
-from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession
 from tfscale.fit.uneven_batches import require_equal_numbers
@@ -55,7 +54,7 @@ _HINT = "Run the same code with the same settings on every rank."
 def _require_groups_of_one_optimizer(model: keras.Model) -> None:
     first = distributed_of(optimizer_of(model))
     for optimizer in distributed_optimizers(model):
-        if optimizer is not first and isinstance(optimizer.strategy, LocalSGD):
+        if optimizer is not first and optimizer.strategy.trains_apart:
             raise ConfigError(
                 "Groups of ranks are averaged for validation, files and the end of fit where "
                 "model.optimizer is the one optimizer that forms them. Received: exchange=LocalSGD "
@@ -101,9 +100,9 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     require_equal([rank["training"] for rank in every])
     adapted_layers.trace_together(model, [rank["has_adapted"] for rank in every])
     for distributed in distributed_optimizers(model):
-        if distributed.executor.residuals is not None:
+        if distributed.bound.executor.residuals is not None:
             n_steps = [int(rank["steps"] or 0) * int(rank["epochs"] or 0) for rank in every]
-            distributed.executor.residuals.expect(min(n_steps))
+            distributed.bound.executor.residuals.expect(min(n_steps))
     if any(rank["given_up"] for rank in every):
         runtime.start_incarnation()
     session.drop_cycles([rank["cycles"] for rank in every])
@@ -228,7 +227,7 @@ def _exchange(optimizer: Any) -> dict[str, str]:
     distributed = distributed_of(optimizer)
     if distributed is None:
         return {"exchange": "none: not a DistributedOptimizer"}
-    accumulator, options = distributed.accumulator, distributed.executor.options
+    accumulator, options = distributed.accumulator, distributed.bound.executor.options
     return {
         "exchange": _text(distributed.strategy),
         "nonfinite": distributed.nonfinite,

@@ -27,7 +27,6 @@ from tfscale.internals.optimizers import (
     optimizer_of,
     optimizers_of,
     strategies_of,
-    trained_by,
 )
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 from tfscale.optimizer.saving import make_saves_safe
@@ -117,11 +116,7 @@ def _repair_loss_scale(model: keras.Model) -> bool:
     distributed = scaler.inner_optimizer
     if type(distributed) is not DistributedOptimizer:
         return False
-    distributed.undo_shards()  # shards do not handle a loss scale
-    scaler.inner_optimizer = inner = distributed.__wrapped__
-    if inner.built and not scaler.built:
-        scaler.build(trained_by(inner))
-    distributed.__wrapped__ = scaler
+    distributed.insert_scaler(scaler)
     model.optimizer = distributed
     logger.info("Loss scaling is moved inside of the distributed optimizer.")
     return True
@@ -141,7 +136,9 @@ def _share_statistics(model: keras.Model) -> bool:
     So does Keras's own layer with `synchronized=True`, which knows replicas of tf.distribute only.
     """
     distributed = distributed_of(optimizer_of(model))
-    process_set = global_process_set if distributed is None else distributed.executor.process_set
+    process_set = (
+        global_process_set if distributed is None else distributed.bound.executor.process_set
+    )
     layers = layers_of(model)
     synced = [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
     has_changed = any([layer.follow(process_set) for layer in synced])

@@ -22,7 +22,6 @@ from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
-from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
 from tfscale.optimizer.distributed import (
     DistributedOptimizer,
@@ -103,12 +102,12 @@ class Progress:
     @property
     def has_groups(self) -> bool:
         """True if groups of ranks train apart."""
-        return self._optimizer is not None and isinstance(self._optimizer.strategy, LocalSGD)
+        return self._optimizer is not None and self._optimizer.strategy.trains_apart
 
     @property
     def group_average(self) -> Any:
         """The average of the groups' models; None without groups, or before they train apart."""
-        return None if self._optimizer is None else self._optimizer.group_average
+        return None if self._optimizer is None else self._optimizer.bound.average
 
     @property
     def _optimizer(self) -> DistributedOptimizer | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -15,15 +15,14 @@ import tensorflow as tf
 import wrapt
 
 from tfscale.comm import runtime
-from tfscale.comm.compression import Compression, refuse_low_rank, refuse_quantized
+from tfscale.comm.compression import Compression
 from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import Exchange, Watch, load, resolve
 from tfscale.exchange.dense import use_of
-from tfscale.exchange.executor import Executor
-from tfscale.exchange.local_sgd import LocalSGD
+from tfscale.exchange.executor import Request
 from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
 from tfscale.internals.keras import raw_variable
@@ -32,30 +31,24 @@ from tfscale.internals.optimizers import (
     iterations_of,
     optimizer_of,
     optimizers_of,
-    piece_of,
     scaled_by,
     set_holder,
     trained_by,
     trains_all,
-    unbuild,
     unbuilt,
-    unlisted_state,
     update_rule,
 )
 from tfscale.internals.trace import drop_traces
 from tfscale.optimizer import first_step, futures
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
-from tfscale.optimizer.local_averaging import GroupAverage
-from tfscale.optimizer.local_groups import LocalGroups
+from tfscale.optimizer.bound import Bound
 from tfscale.optimizer.nonfinite import NonFinite, Policy
 from tfscale.optimizer.rules import (
     on_pieces,
     refuse_bypassed,
     refuse_outer_scaler,
-    require_keras,
     warn_of_sums,
     why_uncut,
-    why_whole,
 )
 from tfscale.optimizer.state import KeptState, n_bytes
 from tfscale.plan.buckets import owner_of
@@ -77,14 +70,10 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     """
 
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
-    _self_groups: LocalGroups | None = None
-    _self_kept: KeptState | None = None
-    _self_shown: list[keras.Variable] | None = None
-    _self_watch: Watch | None = None
-    _self_is_watched: bool = False
-    _self_is_ready: bool = False  # whether the strategy was adapted to the job
-    _self_is_attached: bool = False  # whether reads wait for parameters
-    _self_is_compared: bool = False  # whether ranks have compared their first weights
+    _self_bound: Bound
+    _self_accumulator: Accumulator | None
+    _self_nonfinite: NonFinite
+    _self_watch: Watch | None
 
     def __init__(
         self,
@@ -154,13 +143,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             groups=groups,
         )
         strategy = resolve(exchange)
-        if isinstance(strategy, LocalSGD) and strategy.is_overlapped:
-            refuse_quantized(options.compression, "LocalSGD with fragments or overlap")
-        if isinstance(strategy, LocalSGD) or strategy.is_sharding or strategy.may_shard_later:
-            refuse_low_rank(options.compression, f"exchange={exchange!r}")
-        self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
-        self._self_nonfinite = NonFinite(nonfinite, strategy)
-        self._self_accumulator: Accumulator | None = None
+        strategy.refuse(options, nonfinite, f"exchange={exchange!r}")
+        request = Request(strategy, options, process_set, scale_local_gradients)
+        self._self_bound = Bound.of(optimizer, request)
+        self._self_nonfinite = NonFinite(nonfinite)
+        self._self_watch = None
+        self._self_accumulator = None
         if backward_passes_per_step > 1:
             refuse_replicated(strategy.within_group())
             self._self_accumulator = Accumulator(
@@ -181,7 +169,10 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             ExchangeError: XLA compiles the step, a LossScaleOptimizer wraps this optimizer, or
                 communication failed.
         """
-        variables = self.built_for() if trainable_variables is None else list(trainable_variables)
+        if trainable_variables is None:
+            variables = self._ready().variables
+        else:
+            variables = list(trainable_variables)
         self._built(variables)
         self._compare_ranks(variables)
         if shares.current() is not None:
@@ -202,7 +193,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         """Require equal first weights unless a `fit` has compared the ranks. Collective, once."""
         group = self.process_set.group()
         is_main = threading.current_thread() is threading.main_thread()
-        if self._self_is_compared or group.size == 1 or group.rank < 0 or not is_main:
+        if self.bound.is_compared or group.size == 1 or group.rank < 0 or not is_main:
             return
         with tf.init_scope():
             if not all(bool(raw_variable(v).is_initialized()) for v in variables):
@@ -210,19 +201,21 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             own = {"weights": first_step.digest_of(self, variables)}
             own["shapes"] = str([tuple(v.shape) for v in variables])
             every = first_step.gather(own, None, self.process_set)
-        self._self_is_compared = True
+        self.note_compared()
         # Where shapes differ, the comparison of plans names the first parameter.
         if len({said["shapes"] for said in every}) == 1:
             digests = {r: said["weights"] for r, said in zip(group.ranks, every, strict=True)}
-            for ranks in self.groups or [list(group.ranks)]:  # groups may begin apart
+            groups = self.bound.groups  # they may begin apart
+            for ranks in groups.ranks if groups else [list(group.ranks)]:
                 first_step.require_equal_weights({r: digests[r] for r in ranks})
 
     def note_compared(self) -> None:
         """Note that a `fit` has compared the ranks, so that the first step need not."""
-        self._self_is_compared = True
+        self._self_bound = replace(self._self_bound, is_compared=True)
 
     def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
-        executor, inner = self._built(variables), self.__wrapped__
+        bound, inner = self._built(variables), self.__wrapped__
+        executor = bound.executor
         self._refuse(variables)
         if executor.process_set.size() == 1 and executor.options.repeated_indices == "sum":
             warn_of_sums(update_rule(inner), gradients)
@@ -232,39 +225,13 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor):
             self._self_nonfinite.apply(inner, reduced, gradients, variables, executor)
             _follow(reduced.targets)
-        if self._self_groups is not None:
-            self._self_groups.after_update(reduced, gradients)
-        with tf.control_dependencies(reduced.arrived):
-            self._publish([v for g, v in zip(gradients, variables, strict=True) if g is not None])
+        trained = [v for g, v in zip(gradients, variables, strict=True) if g is not None]
+        bound.after_update(reduced, gradients, trained)
         stamp_updates(reduced.targets)
-
-    def _publish(self, trained: Sequence[Any]) -> None:
-        """Send the parameters that this rank has updated. Collective.
-
-        Other buckets must not be sent: their gathers depend on no batch, and TensorFlow runs such
-        ops also in a step that finds no data. With averages all are sent: they change every piece,
-        and wait for a gradient.
-        """
-        shards = self._self_executor.shards
-        if shards is None:
-            return
-        has_averages = update_rule(self.__wrapped__).use_ema or self.group_average is not None
-        updated = None if has_averages else {shards.place(variable) for variable in trained}
-        for variable in (
-            shards.variables[i] for b in shards.buckets_with(updated) for i in b.indices
-        ):
-            # Otherwise outdated values would overwrite the parts of another optimizer.
-            if futures.assignment_hook(variable) != shards.refresh:
-                raise ConfigError(
-                    "Sharded optimizers must be built on variables of their own. Received: two "
-                    f"for {variable.path}. Call build(variables) on each, before tfscale.prepare "
-                    "and fit, or give all but one exchange='allreduce'."
-                )
-        self._self_executor.publish(updated, waits=not self._self_is_attached)
 
     def _refuse(self, variables: Sequence[Any]) -> None:
         """Raise an error if ranks would skip different steps or scale them differently."""
-        if self._self_executor.process_set.size() > 1:
+        if self.bound.executor.process_set.size() > 1:
             refuse_outer_scaler(DistributedOptimizer)
         norm = update_rule(self.__wrapped__).global_clipnorm
         if norm and self.process_set.size() > 1 and any(map(self.is_local_var, variables)):
@@ -281,53 +248,68 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Set the final values of variables at the end of `fit`, as Keras does. Collective."""
-        executor, has_averages = self._ready(), update_rule(self.__wrapped__).use_ema
-        shards = executor.shards
-        if shards is None:
-            self.__wrapped__.finalize_variable_values(var_list)
-        elif has_averages:
-            own = [shards.targets[shards.place(v)] for v in var_list]
-            self.__wrapped__.finalize_variable_values(own)
-            executor.publish()
-        else:
-            shards.publish_exact()
-        if self.group_average is not None and has_averages:
-            self.group_average.average_now()
+        self._ready().finish(var_list)
 
-    # Building
+    # Binding
 
-    def _ready(self) -> Executor:
-        """Return the executor with its strategy adapted to the job. Collective with local SGD."""
-        executor = self._self_executor
-        if self._self_is_ready:
-            return executor
-        before = holder_of(update_rule(self.__wrapped__))
-        if before is not None and before is not self:
-            before._rebuild_whole()  # it was compiled again, and wrapped in this one
-        strategy = executor.strategy
-        if isinstance(strategy, LocalSGD) and not runtime.is_single():
-            self._self_groups = LocalGroups(strategy, executor)
-        executor.strategy = strategy.within_group()
-        self._allow_sharding()
-        self._self_is_ready = True
-        return executor
+    @property
+    def bound(self) -> Bound:
+        """The exchange that this optimizer is bound to at present."""
+        return self._self_bound
 
-    def _allow_sharding(self) -> None:
-        """Let the strategy cut parameters if the ranks and the update rule allow it."""
-        executor = self._self_executor
-        executor.may_shard = False
-        if not executor.strategy.is_sharding:
-            return
-        group = executor.process_set.group()
-        if group.size == 1 or group.rank < 0:
-            return
-        reason = why_whole(update_rule(self.__wrapped__))
-        if not reason:
-            executor.may_shard = True
-            return
-        # A warning, which Python shows, as the exchange is not the requested one; once per job.
-        level = logging.WARNING if runtime.rank() == 0 else logging.INFO
-        logger.log(level, "Parameters are not sharded: %s. Gradients are allreduced.", reason)
+    def _bind(
+        self,
+        strategy: Exchange,
+        groups: Any = None,
+        variables: Sequence[Any] | None = None,
+        may_cut: bool = True,
+    ) -> None:
+        """Bind the optimizer again; nothing else changes what it exchanges, and how. Collective.
+
+        Parameters that were cut become whole on the way, so each rank briefly holds the complete
+        state and its part of it.
+
+        Args:
+            strategy: The exchange inside of the groups of ranks.
+            groups: Groups that train apart, if they are others than before.
+            variables: The model's, to build an optimizer on that is not built yet.
+            may_cut: Whether the strategy may cut parameters.
+        """
+        before, rule, state = self._self_bound, update_rule(self.__wrapped__), None
+        if before.kept is not None:
+            variables, state = before.variables, before.kept.gather()
+            before.close()
+        is_same = before.is_ready and groups is None and before.kept is None and may_cut
+        bound = (
+            before
+            if is_same and strategy == before.strategy
+            else before.among(strategy, groups, may_cut)
+        )
+        if variables is not None and state is None and rule.built and bound.is_cutting:
+            with tf.init_scope():  # this may be the first step, for example of a loaded model
+                if (
+                    not self.__wrapped__.built
+                ):  # loss scaling that `compile` has put around it since
+                    self.__wrapped__.build(trained_by(rule))
+                variables, state = trained_by(rule), [v.numpy() for v in self.__wrapped__.variables]
+        if variables is not None:
+            bound = bound.built_on(variables, state)
+            if bound.is_cut:
+                set_holder(rule, self)
+        self._self_bound = bound
+
+    def _ready(self) -> Bound:
+        """Return the exchange, adapted to the ranks of the job. Collective with local SGD."""
+        bound = self._self_bound
+        if not bound.is_ready:
+            before = holder_of(update_rule(self.__wrapped__))
+            if before is not None and before is not self:
+                before.undo_shards()  # it was compiled again, and wrapped in this one
+            groups = bound.groups
+            if groups is None and not runtime.is_single():
+                groups = bound.strategy.form_groups(bound.executor.request.process_set)
+            self._bind(bound.strategy.within_group(), groups)
+        return self._self_bound
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the optimizer's state, or this rank's part of it, unless it exists.
@@ -335,105 +317,34 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         Args:
             variables: Variables that it will train; values must be equal on all ranks.
         """
-        executor, inner = self._ready(), self.__wrapped__
-        if executor.shards is not None:
-            return
-        rule = update_rule(inner)
-        if rule.built and executor.is_sharding:
-            with tf.init_scope():  # this may be the first step, for example of a loaded model
-                if not inner.built:  # loss scaling that `compile` has put around it since
-                    inner.build(trained_by(rule))
-                state = [v.numpy() for v in inner.variables]
-            self._rebuild(trained_by(rule), state)
-        else:
-            self._build(variables)
+        bound = self._ready()
+        if not bound.is_cut:
+            self._bind(bound.strategy, variables=variables)
 
-    def _build(self, variables: Sequence[Any]) -> None:
-        """Build the wrapped optimizer on the variables or pieces that this rank updates."""
-        executor, inner = self._self_executor, self.__wrapped__
-        rule = update_rule(inner)
-        with tf.init_scope():
-            if executor.is_sharding:
-                require_keras(variables)
-            targets = executor.build(list(variables), lambda v: why_uncut(rule, v))
-            inner.build(targets)
-            shards = executor.shards
-            if shards is not None:
-                futures.make_futures(shards.cut, shards.refresh)
-                self._self_kept = KeptState(inner, rule, shards, executor.process_set)
-                set_holder(rule, self)
-        if self._self_groups is not None:
-            self._self_groups.build(inner, executor)
-
-    def _built(self, variables: list[Any]) -> Executor:
-        """Return the executor; build the optimizer on `variables` first if it is not built."""
-        executor = self._ready()
-        if not self.__wrapped__.built or (executor.is_sharding and executor.shards is None):
+    def _built(self, variables: list[Any]) -> Bound:
+        """Return the exchange; build the optimizer on `variables` first if it is not built."""
+        if not self._ready().is_built:
             self.build(variables)
-        if self._self_groups is not None:
-            self._self_groups.build(self.__wrapped__, executor)
-        return executor
-
-    def built_for(self) -> list[Any]:
-        """Return the model's variables that the optimizer was built for."""
-        shards = self._ready().shards
-        # Keras 3.10's LossScaleOptimizer does not know what its inner optimizer trains.
-        trained = trained_by(update_rule(self.__wrapped__))
-        if shards is None:
-            return trained
-        variables = {id(t): v for t, v in zip(shards.targets, shards.variables, strict=True)}
-        return [variables.get(id(v), v) for v in trained]
-
-    def _rebuild(self, variables: Sequence[Any], state: Sequence[np.ndarray]) -> None:
-        """Build the wrapped optimizer again, on what this rank updates now. Collective.
-
-        `variables` are the model's, in the order of the optimizer; `state` is complete.
-        """
-        shards = self._self_executor.shards
-        if shards is not None:
-            futures.release(shards.cut)
-        self._self_executor.shards = None
-        rule = update_rule(self.__wrapped__)
-        if self._self_kept is not None:
-            self._self_kept.stop_serving()
-            set_holder(rule, None)
-        self._self_kept = None
-        self._self_is_attached = False
-        with tf.init_scope():
-            unlisted = unlisted_state(rule)
-            unbuild(self.__wrapped__)
-            self._build(variables)
-            for name, value in unlisted.items():
-                getattr(rule, name).assign(value)
-            if self._self_kept is not None:
-                self._self_kept.load(state)
-            else:
-                for variable, value in zip(self.__wrapped__.variables, state, strict=True):
-                    variable.assign(value)
+        return self._self_bound
 
     def wire(self, model: keras.Model, global_batch: int | None = None) -> bool:
         """Let the exchange change the model's layers; return whether to trace functions again.
 
         `tfscale.prepare` calls this. `global_batch` counts the samples of all ranks together.
         """
-        executor = self._ready()  # first: local SGD changes the strategy
+        bound, rule = self._ready(), update_rule(self.__wrapped__)
         is_alone = trains_all(model)
-        may_cut = is_alone and self._self_accumulator is None and self._self_groups is None
-        rule = update_rule(self.__wrapped__)
-        has_changed = executor.choose_dense(
+        may_cut = is_alone and self._self_accumulator is None and bound.groups is None
+        has_changed = bound.executor.choose_dense(
             model, lambda v: why_uncut(rule, v), global_batch, may_cut
         )
-        if executor.is_sharding and is_alone:
-            if has_changed and may_cut and executor.shards is not None:
-                # Some variables may be frozen by now.
-                variables, state = self.built_for(), self.full_state()
-                self._rebuild(variables, state)
+        if bound.is_cutting and is_alone:
+            if has_changed and may_cut and bound.is_cut:
+                variables = bound.variables  # some may be frozen by now
+                self._bind(bound.strategy)
                 drop_traces([raw_variable(v) for v in variables])
             self.build(model.trainable_variables)
-            shards, waits = executor.shards, executor.strategy.waits_for_gathers
-            if shards is not None and not waits and not self._self_is_attached:
-                self._self_is_attached = True  # steps end before the parameters have arrived
-                futures.attach(model, shards.cut, shards.refresh)
+            self._self_bound = self._self_bound.attached(model)
         return has_changed
 
     # Strategies that change
@@ -451,14 +362,15 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         Returns:
             Whether the step must be traced again.
         """
-        executor = self._ready()
-        watch = "" if self._self_is_watched else executor.strategy.watch
-        self._self_is_watched = True
-        if watch:
-            shared = [name_of(v) for v in self.built_for() if not executor.is_local(v)]
-            layers = list(dict.fromkeys(map(owner_of, shared)))
-            self._self_watch = load(watch)(
-                executor.strategy, layers, executor.model, self._why_not_sharded
+        bound = self._ready()
+        if self._self_watch is None and bound.strategy.watch:
+            executor = bound.executor
+            shared = [name_of(v) for v in bound.variables if not executor.is_local(v)]
+            self._self_watch = load(bound.strategy.watch)(
+                bound.strategy,
+                list(dict.fromkeys(map(owner_of, shared))),
+                executor.dense.model,
+                lambda model: self._ready().why_not_cut(model),
             )
         running = self._self_watch
         strategy = None if running is None else running.step(data, callbacks)
@@ -466,115 +378,83 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     def _change_strategy(self, strategy: Exchange) -> bool:
         """Switch the strategy, keeping all state; return whether to trace again. Collective."""
-        executor = self._self_executor
-        if strategy == executor.strategy:
-            executor.strategy = strategy  # only its outcome differs
+        bound = self._self_bound
+        if strategy == bound.strategy:  # only its outcome differs
+            executor = replace(bound.executor, strategy=strategy)
+            self._self_bound = replace(bound, strategy=strategy, executor=executor)
             return False
         self.undo_shards()
-        executor.strategy = strategy
-        self._allow_sharding()
-        if executor.model is not None:
-            self.wire(executor.model)
+        self._bind(strategy)
+        model = bound.executor.dense.model
+        if model is not None:
+            self.wire(model)
         return True
 
     def undo_shards(self) -> None:
-        """Rebuild the wrapped optimizer on whole variables. Collective.
+        """Bind the wrapped optimizer to whole variables, until it is used again. Collective.
 
-        Each rank briefly holds both the complete state and its part of it.
+        A wrapper around it, or a plan, may let parameters be cut again.
         """
-        executor = self._ready()
-        if executor.shards is None or self._self_kept is None:
-            return
-        if self._self_groups is not None:
-            raise ConfigError(
-                "Local SGD needs loss scaling inside when it is built. Received: an optimizer that "
-                "was built before tfscale.prepare(model). Write DistributedOptimizer("
-                "LossScaleOptimizer(...))."
-            )
-        self._rebuild_whole()
+        bound = self._ready()
+        if bound.is_cut:
+            self._bind(bound.strategy, may_cut=False)
+            self._self_bound = replace(self._self_bound, is_ready=False)
 
-    def _rebuild_whole(self) -> None:
-        """Rebuild the wrapped optimizer on whole variables, until it is used again. Collective."""
-        assert self._self_kept is not None
-        variables, state = self.built_for(), self._self_kept.gather()
-        self._self_executor.may_shard = False
-        self._rebuild(variables, state)
-        self._self_is_ready = False  # a later wrapper or plan may allow sharding again
+    def insert_scaler(self, scaler: keras.optimizers.LossScaleOptimizer) -> None:
+        """Wrap a LossScaleOptimizer that holds the wrapped optimizer, in its place. Collective.
 
-    def _why_not_sharded(self, model: keras.Model) -> str:
-        """Return why parameters that are not sharded yet cannot be, or an empty string."""
-        executor = self._ready()
-        if executor.is_sharding:
-            return ""
-        if self._self_groups is not None or not trains_all(model):
-            return "the model's parameters are not updated by one optimizer alone"
-        if executor.observers:
-            return "gradients are looked at while they are exchanged"
-        if runtime.backend().name == "horovod":
-            return "Horovod moves the bytes"
-        return why_whole(update_rule(self.__wrapped__))
+        Raises:
+            ConfigError: Groups of local SGD have built the optimizer without loss scaling.
+        """
+        if self._ready().is_cut:  # shards do not handle a loss scale
+            if self._self_bound.groups is not None:
+                raise ConfigError(
+                    "Local SGD needs loss scaling inside when it is built. Received: an optimizer "
+                    "that was built before tfscale.prepare(model). Write DistributedOptimizer("
+                    "LossScaleOptimizer(...))."
+                )
+            self.undo_shards()
+        inner = self.__wrapped__
+        scaler.inner_optimizer = inner
+        if inner.built and not scaler.built:
+            scaler.build(trained_by(inner))
+        self.__wrapped__ = scaler
+        self._self_bound = replace(self._self_bound, optimizer=scaler)
 
     # Ranks and groups
 
     @property
-    def executor(self) -> Executor:
-        """The exchange of this optimizer's gradients."""
-        return self._self_executor
-
-    @property
     def strategy(self) -> Exchange:
         """The present strategy, including choices made during training."""
-        groups = self._self_groups
-        return self._self_executor.strategy if groups is None else groups.strategy
+        bound = self._self_bound
+        return bound.strategy if bound.groups is None else bound.groups.strategy
 
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that take part; all of them with local SGD."""
-        executor = self._self_executor
-        return executor.process_set if self._self_groups is None else global_process_set
-
-    @property
-    def groups(self) -> list[list[int]] | None:
-        """Groups of ranks with equal weights, for local SGD; None if weights are equal on all."""
-        return None if self._self_groups is None else self._self_groups.groups
-
-    @property
-    def group_average(self) -> GroupAverage | None:
-        """The averages of local SGD; None without groups."""
-        return None if self._self_groups is None else self._self_groups.average
-
-    @property
-    def waits_for_groups(self) -> bool:
-        """Whether local SGD will start later."""
-        return self._self_groups is not None and not self._self_groups.is_apart
+        return self._self_bound.process_set
 
     def start_groups(self) -> None:
         """Start local SGD. Collective; the training step must be traced again."""
-        groups, executor, kept = self._self_groups, self._ready(), self._self_kept
-        assert groups is not None
-        variables = self.built_for()
-        state = None if kept is None else kept.gather()
-        groups.form(executor)
-        logger.info("Local SGD starts: %d groups of ranks.", len(groups.groups))
-        self._allow_sharding()
-        model = executor.model
-        if state is not None:
-            self._rebuild(variables, state)
-        else:
-            groups.build(self.__wrapped__, executor)
+        bound = self._ready()
+        assert bound.groups is not None
+        groups, model = bound.groups.apart(), bound.executor.dense.model
+        variables = bound.variables if self.__wrapped__.built else None
+        self._bind(bound.strategy, groups, variables)
+        logger.info("Local SGD starts: %d groups of ranks.", len(groups.members))
         if model is not None:
             self.wire(model)  # dense layers exchange within the group, too
 
     def register_local_var(self, variable: Any) -> None:
         """Do not exchange the gradient of a variable, which may then differ between ranks."""
-        self._self_executor.keep_local(variable)
+        self._self_bound.executor.request.local.add(variable)
 
     def is_local_var(self, variable: Any) -> bool:
         """Return whether a variable may differ between ranks, as in local layers.
 
         The answer is known before the optimizer is built.
         """
-        return self._self_executor.is_local(variable)
+        return self._self_bound.executor.is_local(variable)
 
     # Cycles of several batches, and steps that are skipped
 
@@ -596,42 +476,21 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # State, complete wherever Keras or a user reads it
 
     @property
-    def kept_state(self) -> KeptState | None:
-        """Access to the complete state; None unless parameters are sharded."""
-        return self._self_kept
-
-    @property
     def shares_state(self) -> bool:
         """Whether each rank holds a part of the state, or will once it is built."""
-        return self._ready().is_sharding
+        return self._ready().is_cutting
 
     @property
     def may_share_state(self) -> bool:
         """Whether the exchange may switch to sharded state during a `fit`."""
         watch = self._self_watch
-        return self._self_executor.strategy.may_shard_later if watch is None else watch.may_cut
-
-    @property
-    def parts(self) -> list[Any]:
-        """State of which this rank holds a part; empty unless parameters are sharded."""
-        return self._self_kept.parts if self._self_kept else []
+        return self._self_bound.strategy.may_shard_later if watch is None else watch.may_cut
 
     @property
     def variables(self) -> list[Any]:
-        """The wrapped optimizer's variables; those in `parts` are this rank's parts."""
-        return self.__wrapped__.variables if self._self_shown is None else self._self_shown
-
-    @contextlib.contextmanager
-    def complete_variables(self) -> Iterator[None]:
-        """Let `variables` hold complete values within a block, for reading only."""
-        if self._self_kept:
-            pairs = zip(self.__wrapped__.variables, self._self_kept.read(), strict=True)
-            with tf.device("CPU:0"):  # complete state need not fit into a GPU
-                self._self_shown = [piece_of(v, value, is_whole=False) for v, value in pairs]
-        try:
-            yield
-        finally:
-            self._self_shown = None
+        """The wrapped optimizer's variables; where parameters are sharded, this rank's parts."""
+        kept = self._self_bound.kept
+        return self.__wrapped__.variables if kept is None else kept.variables
 
     def full_state(self) -> list[np.ndarray]:
         """Return the complete state, in the order of `variables`.
@@ -645,7 +504,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         Raises:
             ExchangeError: Communication failed.
         """
-        kept = self._self_kept
+        kept = self._self_bound.kept
         if kept is None:
             return [variable.numpy() for variable in self.__wrapped__.variables]
         arrays = kept.gather()
@@ -657,27 +516,31 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
         Collective where parameters are sharded, unless `full_state` was called before.
         """
-        if self._self_kept is None:
+        kept = self._self_bound.kept
+        if kept is None:
             self.__wrapped__.save_own_variables(store)
             return
-        for i, value in enumerate(self._self_kept.read("saving")):
+        for i, value in enumerate(kept.read("saving")):
             store[str(i)] = value
 
     def load_own_variables(self, store: dict[str, Any]) -> None:
         """Load this rank's part of a complete state."""
-        if self._self_kept is None or len(store) != len(self.__wrapped__.variables):
+        kept = self._self_bound.kept
+        if kept is None or len(store) != len(self.__wrapped__.variables):
             self.__wrapped__.load_own_variables(store)
             return
-        self._self_kept.load([np.asarray(store[str(i)]) for i in range(len(store))])
+        kept.load([np.asarray(store[str(i)]) for i in range(len(store))])
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        if self._self_kept is None:
+        kept = self._self_bound.kept
+        if kept is None:
             return self.__wrapped__._trackable_children(save_type, **options)
-        return self._self_kept.node._trackable_children(save_type, **options)
+        return kept.node._trackable_children(save_type, **options)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        if self._self_kept is not None:
-            return self._self_kept.node._lookup_dependency(name)
+        kept = self._self_bound.kept
+        if kept is not None:
+            return kept.node._lookup_dependency(name)
         if not self.__wrapped__.built and runtime.is_initialized() and self.shares_state:
             raise ConfigError(
                 "A checkpoint must be restored into a sharded optimizer after it is built, or "
@@ -694,24 +557,16 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             "parameters" that this rank holds besides the model's, "accumulators" of
             `backward_passes_per_step`, "residuals" of lossy compressions.
         """
-        own = n_bytes(self.__wrapped__.variables)
-        kept, accumulator = self._self_kept, self._self_accumulator
-        shards, average = self._self_executor.shards, self.group_average
-        lossy = [r for r in (self._self_executor.residuals, average and average.residuals) if r]
-        return {
-            "state": own,
-            "complete_state": kept.n_bytes if kept else own,
-            "parameters": n_bytes(shards.pieces.values()) if shards else 0,
-            "accumulators": n_bytes(accumulator.variables) if accumulator else 0,
-            "residuals": sum(n_bytes(residuals.variables) for residuals in lossy),
-        }
+        accumulator = self._self_accumulator
+        sums = n_bytes(accumulator.variables) if accumulator else 0
+        return {**self._self_bound.memory_report(), "accumulators": sums}
 
     # Copies
 
     def _around(self, inner: Any) -> DistributedOptimizer:
         """Wrap another optimizer in the same way."""
         other = DistributedOptimizer(inner)
-        other._self_executor = self._self_executor.copy()
+        other._self_bound = Bound.of(inner, self._self_bound.executor.request.copy())
         other._self_nonfinite = NonFinite(self._self_nonfinite.policy)
         sums = self._self_accumulator
         if sums is not None:  # the copy begins a new cycle
@@ -720,7 +575,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     def _fresh(self) -> Any:
         """Return an optimizer without state if a copy would hold parts of it, else None."""
-        return unbuilt(self.__wrapped__) if self._self_kept else None
+        return unbuilt(self.__wrapped__) if self._self_bound.is_cut else None
 
     def from_config(self, config: dict[str, Any]) -> Any:
         """Return an optimizer made from a config, wrapped as this one."""
@@ -757,7 +612,7 @@ def PartialDistributedOptimizer(
         ConfigError: `local_layers` has objects that are not Keras layers.
     """
     wrapped = DistributedOptimizer(optimizer, *args, **options)
-    wrapped.executor.keep_layers_local(local_layers)
+    wrapped.bound.executor.request.local.add_layers(local_layers)
     return wrapped
 
 
@@ -783,7 +638,7 @@ def process_set_of(model: Any) -> ProcessSet:
 
 def sharded_states(model: keras.Model) -> list[KeptState]:
     """Return the complete state of each optimizer whose state the ranks share."""
-    found = [optimizer.kept_state for optimizer in distributed_optimizers(model)]
+    found = [optimizer.bound.kept for optimizer in distributed_optimizers(model)]
     return [kept for kept in found if kept is not None]
 
 

@@ -13,7 +13,6 @@ from tfscale.comm.collectives import deduplicate
 from tfscale.comm.runtime import Average
 from tfscale.config import ConfigError
 from tfscale.exchange.dense import use_of
-from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.optimizer.distributed import distributed_of
 
 
@@ -46,10 +45,10 @@ class GradientNorms:
                 "The gradient noise scale is measured by tfscale.DistributedOptimizer. Received: "
                 f"{type(optimizer).__name__}. Wrap the optimizer, or use signal='theta'."
             )
-        strategy, executor = distributed.strategy, distributed.executor
+        strategy, executor = distributed.strategy, distributed.bound.executor
         accumulates = distributed.accumulator is not None
         is_all = executor.process_set.size() == runtime.size()
-        is_cut = strategy.is_sharding or isinstance(strategy, LocalSGD)
+        is_cut = strategy.is_sharding or strategy.trains_apart
         if is_cut or accumulates or not is_all:
             raise ConfigError(
                 "The gradient noise scale needs the sum of all ranks' whole gradients in every "

@@ -13,10 +13,8 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Executor, Reduced
-from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.exchange.plan import values_of
 from tfscale.exchange.residuals import keep, rescale
 from tfscale.exchange.shards import name_of
@@ -42,8 +40,8 @@ class NonFinite:
     Of a kernel and a bias it takes the bias: both have the same output gradient.
     """
 
-    def __init__(self, policy: Policy, exchange: Exchange | None = None) -> None:
-        """Check the policy, see `DistributedOptimizer`, also against the exchange.
+    def __init__(self, policy: Policy) -> None:
+        """Check the policy; see `DistributedOptimizer`.
 
         Metrics include a skipped step; `callbacks.base.keep_finite` restores moving statistics.
         """
@@ -51,12 +49,6 @@ class NonFinite:
             raise ConfigError(
                 "nonfinite must be 'warn', 'ignore', 'raise' or 'skip'. "
                 f"Received: nonfinite={policy!r}."
-            )
-        if policy == "skip" and isinstance(exchange, LocalSGD) and exchange.average == "gradients":
-            raise ConfigError(
-                "Local SGD that averages gradients adds up those of all steps. Received: "
-                "nonfinite='skip' with LocalSGD(average='gradients'). Use nonfinite='raise', or "
-                "average='parameters'."
             )
         self.policy = policy
         self._is_spread = False  # whether a step has had such gradients, with the policy "warn"

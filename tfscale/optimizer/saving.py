@@ -81,7 +81,9 @@ def _safe(model: keras.Model, save: Callable[..., Any], what: str) -> Callable[.
                 # For this format Keras reads the optimizer's `variables`.
                 if name.endswith(_HDF5) and not name.endswith(".weights.h5"):
                     for optimizer in distributed_optimizers(model):
-                        stack.enter_context(optimizer.complete_variables())
+                        kept = optimizer.bound.kept
+                        if kept is not None:
+                            stack.enter_context(kept.complete_variables())
                 save_beside(save, filepath, overwrite, *args, **kwargs)
 
         if sharded_states(model):

@@ -6,9 +6,10 @@ ranks; `_Node` presents complete state to tf.train.Checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -22,7 +23,13 @@ from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
-from tfscale.internals.optimizers import iterations_of, own_variables, slots_of, trained_by
+from tfscale.internals.optimizers import (
+    iterations_of,
+    own_variables,
+    piece_of,
+    slots_of,
+    trained_by,
+)
 
 Version = tuple[int, ...]
 _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of the value of a variable in a checkpoint
@@ -57,6 +64,7 @@ class KeptState:
         self._arrays: list[np.ndarray] | None = None
         self._gathered_at: Version | None = None
         self._loaded: tuple[Version, list[np.ndarray]] | None = None
+        self._shown: list[Any] | None = None  # complete values, while `complete_variables` runs
         if rule is not optimizer:
             self._serve(first=len(own_variables(optimizer)))
 
@@ -101,6 +109,22 @@ class KeptState:
     def n_bytes(self) -> int:
         """Bytes of the complete state, for update rules whose slots are as large as variables."""
         return n_bytes([v if i < 0 else self._shards.variables[i] for v, i in self._placed()])
+
+    @property
+    def variables(self) -> list[Any]:
+        """The optimizer's variables, with complete values in a block of `complete_variables`."""
+        return self._optimizer.variables if self._shown is None else self._shown
+
+    @contextlib.contextmanager
+    def complete_variables(self) -> Iterator[None]:
+        """Let `variables` hold complete values within a block, for reading only."""
+        pairs = zip(self._optimizer.variables, self.read(), strict=True)
+        with tf.device("CPU:0"):  # complete state need not fit into a GPU
+            self._shown = [piece_of(v, value, is_whole=False) for v, value in pairs]
+        try:
+            yield
+        finally:
+            self._shown = None
 
     # Gathering
 

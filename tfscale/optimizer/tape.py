@@ -11,7 +11,7 @@ import wrapt
 from tfscale.comm.compression import Compression, refuse_quantized
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.exchange.base import resolve
-from tfscale.exchange.executor import Executor
+from tfscale.exchange.executor import Executor, Request
 from tfscale.exchange.plan import GradientOptions
 
 
@@ -65,8 +65,8 @@ class DistributedGradientTape(wrapt.ObjectProxy):
             num_groups=num_groups,
             groups=groups,
         )
-        strategy = resolve(exchange)
-        self._self_executor = Executor(strategy, options, process_set, scale_local_gradients)
+        request = Request(resolve(exchange), options, process_set, scale_local_gradients)
+        self._self_executor = Executor.of(request, request.strategy.whole())
 
     def __enter__(self) -> DistributedGradientTape:
         """Start recording."""
@@ -75,7 +75,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):
 
     def register_local_var(self, variable: Any) -> None:
         """Do not exchange the gradient of a variable."""
-        self._self_executor.keep_local(variable)
+        self._self_executor.request.local.add(variable)
 
     def register_local_source(self, source: Any) -> None:
         """Do not exchange the gradient of a variable; Horovod's name of the method."""
@@ -155,5 +155,5 @@ def PartialDistributedGradientTape(
         ConfigError: `local_layers` has objects that are not Keras layers.
     """
     wrapped = DistributedGradientTape(gradtape, *args, **options)
-    wrapped._self_executor.keep_layers_local(local_layers)
+    wrapped._self_executor.request.local.add_layers(local_layers)
     return wrapped

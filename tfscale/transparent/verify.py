@@ -119,7 +119,7 @@ class Verifier:
             variables = trainable_variables
             if variables is None:
                 is_wrapped = type(optimizer) is DistributedOptimizer
-                variables = optimizer.built_for() if is_wrapped else trained_by(optimizer)
+                variables = optimizer.bound.variables if is_wrapped else trained_by(optimizer)
             self._trial.record(optimizer, list(grads), list(variables))
             return iterations_of(optimizer)
 

@@ -272,7 +272,7 @@ def regroup(model: Any, settings: dict[str, Any]) -> None:
         rate = float(keras.ops.convert_to_numpy(held))
     set_rate(inner, rate * factor)
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
-    op = optimizer.executor.options.op
+    op = optimizer.bound.executor.options.op
     model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
 
 

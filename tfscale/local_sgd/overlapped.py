@@ -16,9 +16,8 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.exchange.executor import Reduced
-from tfscale.exchange.local_sgd import LocalSGD
 from tfscale.internals.keras import by_device, device_of, raw_variable
-from tfscale.optimizer.local_averaging import GroupAverage, set_constrained, when
+from tfscale.local_sgd.averages import GroupAverage, set_constrained, when
 from tfscale.optimizer.state import n_bytes
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, layers_of
 
@@ -83,7 +82,7 @@ class OverlappedAverage(GroupAverage):
     Source: Douillard et al.: Streaming DiLoCo with overlapping communication, 2025.
     """
 
-    def __init__(self, strategy: LocalSGD, across: Group, *others: Any) -> None:
+    def __init__(self, strategy: Any, across: Group, *others: Any) -> None:
         """Create counters and copies, in the state just after an average. Collective."""
         super().__init__(strategy, across, *others)
         self._waits = strategy.overlap == 0
@@ -133,7 +132,7 @@ class OverlappedAverage(GroupAverage):
 
     # In the traced step
 
-    def after_update(self, reduced: Reduced) -> None:
+    def _count_update(self, reduced: Reduced) -> None:
         """Merge and send what is due. Called in the traced step, after the update."""
         reached = self.since + 1
         is_full = reached >= self.interval

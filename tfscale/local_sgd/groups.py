@@ -1,61 +1,60 @@
-"""Local SGD: groups of ranks that train separately."""
+"""Groups of ranks that train apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-
-import tensorflow as tf
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
 from tfscale.config import ConfigError, settings
-from tfscale.exchange.executor import Executor, Reduced
-from tfscale.exchange.local_sgd import LocalSGD
-from tfscale.exchange.plan import values_of
+from tfscale.exchange.executor import Executor
 from tfscale.internals.optimizers import trained_by, update_rule
-from tfscale.optimizer.local_averaging import GroupAverage
-from tfscale.optimizer.overlapped_averaging import OverlappedAverage
+from tfscale.local_sgd.averages import GroupAverage
+from tfscale.local_sgd.overlapped import OverlappedAverage
 from tfscale.optimizer.rules import ELEMENTWISE
 
 
-class LocalGroups:
-    """The groups of ranks of one optimizer, and their average once they train separately."""
+@dataclass(frozen=True)
+class Groups:
+    """The groups of ranks of one optimizer: one group of all ranks until they train apart.
 
-    def __init__(self, strategy: LocalSGD, executor: Executor) -> None:
-        """Form groups, unless they start later. Collective."""
-        if executor.process_set is not global_process_set:
-            raise ConfigError(
-                f"Local SGD forms groups of all ranks. Received: {executor.process_set!r}. "
-                "Leave process_set out."
-            )
-        self.strategy = strategy
-        self.is_apart = False  # whether groups train separately
-        self.average: GroupAverage | None = None
-        self._members = strategy.members(_local_ranks())
-        # Ranks of each group; one group of all ranks until groups train separately.
-        self.groups: list[list[int]] = [list(range(runtime.size()))]
-        self._across: ProcessSet = global_process_set
-        if strategy.start == "immediately":
-            self.form(executor)
+    Attributes:
+        strategy: The `LocalSGD` that has formed them.
+        members: The ranks of each group once they train apart.
+        process_set: The ranks that exchange gradients: this rank's group.
+        across: The ranks at this rank's position in all groups; None until groups train apart.
+    """
 
-    def form(self, executor: Executor) -> None:
-        """Let an executor exchange within this rank's group. Collective.
+    strategy: Any
+    members: list[list[int]]
+    process_set: ProcessSet = global_process_set
+    across: ProcessSet | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether groups train apart."""
+        return self.across is not None
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The ranks with equal weights, one list for each group."""
+        return self.members if self.is_apart else [list(range(runtime.size()))]
+
+    def apart(self) -> Groups:
+        """Return the groups as they train apart. Collective.
 
         Creates a process set of each group, and of the ranks at the same position in all groups.
         """
-        rank, m = runtime.rank(), len(self._members[0])
-        sets = [own_process_set(ranks) for ranks in self._members]
-        alike = [[group[i] for group in self._members] for i in range(m)]
+        rank, m = runtime.rank(), len(self.members[0])
+        sets = [own_process_set(ranks) for ranks in self.members]
+        alike = [[group[i] for group in self.members] for i in range(m)]
         across = [own_process_set(ranks) for ranks in alike]
-        self.groups, self.is_apart = self._members, True
-        executor.process_set = sets[rank // m]
-        self._across = across[rank % m]
+        return replace(self, process_set=sets[rank // m], across=across[rank % m])
 
-    def build(self, optimizer: Any, executor: Executor) -> None:
-        """Create the average for a built optimizer if groups train separately. Collective."""
-        if not self.is_apart or self.average is not None:
-            return
+    def average(self, optimizer: Any, executor: Executor) -> GroupAverage:
+        """Return the average of what a built optimizer updates, of groups apart. Collective."""
+        assert self.across is not None
         rule, shards = update_rule(optimizer), executor.shards
         if self.strategy.average == "gradients":
             _require_plain(optimizer, rule)
@@ -65,21 +64,10 @@ class LocalGroups:
             _require_elementwise(self.strategy.outer)
             targets = [piece for i, piece in shards.pieces.items() if shards.owned(i)]
         kind = OverlappedAverage if self.strategy.is_overlapped else GroupAverage
-        self.average = kind(self.strategy, self._across.group(), executor, rule, targets)
-
-    def after_update(self, reduced: Reduced, gradients: Sequence[Any]) -> None:
-        """Average in the traced step if it is due; `gradients` are this rank's own. Collective."""
-        if self.average is None:
-            return
-        # If data ends unannounced, a step begins without a batch, and TensorFlow runs all ops that
-        # need none: some ranks would count a step that is never made. So counting waits for one of
-        # this rank's own gradients, which needs a batch but no other rank.
-        own = [values_of(g) for g in gradients if g is not None][-1:]
-        with tf.control_dependencies([] if tf.executing_eagerly() else own):
-            self.average.after_update(reduced)
+        return kind(self.strategy, self.across.group(), executor, rule, targets)
 
 
-def _local_ranks() -> list[int]:
+def local_ranks() -> list[int]:
     """Return each rank's number among the ranks of its host. Collective."""
     per_host = settings().ranks_per_host
     own = runtime.rank() % per_host if per_host else runtime.local_rank()

@@ -16,15 +16,10 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.compression import Compression, QuantizedCompressor
 from tfscale.exchange.executor import Executor, Reduced
-from tfscale.exchange.local_sgd import (
-    AdaptiveInterval,
-    DistanceGuard,
-    GrowingInterval,
-    LocalSGD,
-)
-from tfscale.exchange.plan import GradientOptions, Wire
+from tfscale.exchange.plan import GradientOptions, Wire, values_of
 from tfscale.exchange.residuals import Residuals, keep
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
+from tfscale.local_sgd.intervals import AdaptiveInterval, DistanceGuard, GrowingInterval
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, owner_of
 from tfscale.plan.segments import block_cuts
 
@@ -49,7 +44,7 @@ class GroupAverage:
 
     def __init__(
         self,
-        strategy: LocalSGD,
+        strategy: Any,
         across: Group,
         executor: Executor,
         rule: Any,
@@ -57,7 +52,7 @@ class GroupAverage:
     ) -> None:
         """Create counters and copies, in the state just after an average. Collective.
 
-        `rule` is the Keras optimizer that updates the `targets`.
+        `strategy` is the `LocalSGD`; `rule` is the Keras optimizer that updates the `targets`.
         """
         self._strategy, self._executor, self._rule = strategy, executor, rule
         self.across = across
@@ -190,8 +185,18 @@ class GroupAverage:
             variable.assign(value)
         self._executor.publish()
 
-    def after_update(self, reduced: Reduced) -> None:
-        """Average if it is due. Called in the traced step, after the update of some targets."""
+    def after_update(self, reduced: Reduced, gradients: Sequence[Any]) -> None:
+        """Average if it is due. Called in the traced step, after the update of some targets.
+
+        `gradients` are this rank's own. At the end of data of unknown size TensorFlow still runs
+        every op that does not depend on the batch. Tied to a local gradient, which needs a batch
+        but no other rank, the counter does not count a step without data.
+        """
+        own = [values_of(g) for g in gradients if g is not None][-1:]
+        with tf.control_dependencies([] if tf.executing_eagerly() else own):
+            self._count_update(reduced)
+
+    def _count_update(self, reduced: Reduced) -> None:
         sums = dict(zip(map(id, self.targets), self._sums, strict=False))  # perhaps none
         for target, gradient in zip(reduced.targets, reduced.gradients, strict=True):
             if gradient is not None and id(target) in sums:

@@ -1,0 +1,1 @@
+"""Local SGD: groups of ranks that train apart, and the averages of their models."""

@@ -1,0 +1,122 @@
+"""Rules for the number of steps between two averages of local SGD."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tfscale.config import ConfigError, is_count
+
+
+@dataclass(frozen=True)
+class AdaptiveInterval:
+    """An interval between averages that shrinks with the training loss.
+
+    After each epoch the interval becomes `ceil(start * sqrt(loss / first loss))` or, if that is not
+    less than the previous interval, `shrink` times the previous interval. It is never less than
+    `least`.
+
+    Attributes:
+        start: Steps between two averages in the first epoch.
+        shrink: Factor in (0, 1).
+        least: Lower bound of the interval, 1 or more.
+
+    Source: Wang, Joshi: Adaptive communication strategies for local-update SGD (AdaComm), 2019,
+    eqs. 17 and 18.
+    """
+
+    start: int = 64
+    shrink: float = 0.5
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.start >= self.least >= 1 and 0 < self.shrink < 1):
+            raise ConfigError(
+                "AdaptiveInterval needs start >= least >= 1 and 0 < shrink < 1. Received: "
+                f"start={self.start}, least={self.least}, shrink={self.shrink}."
+            )
+
+    def after(self, interval: int, loss: float, first_loss: float) -> int:
+        """Return the interval of the next epoch.
+
+        Args:
+            interval: Interval of the epoch that has ended.
+            loss: Training loss of that epoch, averaged over all ranks.
+            first_loss: Training loss of the first epoch.
+        """
+        if not (math.isfinite(loss) and loss >= 0 and first_loss > 0):
+            return interval
+        wanted = math.ceil(self.start * math.sqrt(loss / first_loss))
+        if wanted >= interval:
+            wanted = int(self.shrink * interval)
+        return max(self.least, wanted)
+
+
+@dataclass(frozen=True)
+class GrowingInterval:
+    """An interval between averages that grows by the same number of steps after each average.
+
+    After i averages the interval is `start * (1 + growth * i)`, rounded down, and at most `most`.
+
+    Attributes:
+        start: Steps before the first average, 1 or more.
+        growth: Share of `start` that each average adds, more than 0.
+        most: Upper bound of the interval.
+
+    Source: Haddadpour et al.: Local SGD with periodic averaging: tighter analysis and adaptive
+    synchronization, 2019, and the program published with it.
+    """
+
+    start: int = 8
+    growth: float = 0.1
+    most: int = 64
+
+    def __post_init__(self) -> None:
+        if not (is_count(self.start) and self.most >= self.start and self.growth > 0):
+            raise ConfigError(
+                "GrowingInterval needs most >= start >= 1 and growth > 0. Received: "
+                f"start={self.start}, growth={self.growth}, most={self.most}."
+            )
+
+    @property
+    def least(self) -> int:
+        """Lower bound of the interval."""
+        return self.start
+
+
+@dataclass(frozen=True)
+class DistanceGuard:
+    """Averages when the groups' models are too far from the last average, or after `most` steps.
+
+    The distance is the mean over groups of `||W_i - last average||`, which is no less than the
+    distance D from the coming average ([L] eq. 9). Measuring it sends one number per group.
+
+    Attributes:
+        limit: Largest distance without an average, more than 0.
+        most: Largest number of steps between two averages.
+        every: Steps between two measurements.
+    """
+
+    limit: float
+    most: int = 64
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.limit > 0 and is_count(self.most) and is_count(self.every)):
+            raise ConfigError(
+                "DistanceGuard needs limit > 0, most >= 1 and every >= 1. Received: "
+                f"limit={self.limit}, most={self.most}, every={self.every}."
+            )
+
+    @property
+    def start(self) -> int:
+        """Steps between two averages if the distance stays below the limit."""
+        return self.most
+
+    @property
+    def least(self) -> int:
+        """Lower bound of the interval."""
+        return self.every
+
+
+IntervalRule = AdaptiveInterval | GrowingInterval | DistanceGuard

@@ -1,0 +1,276 @@
+"""A Keras optimizer bound to an exchange: the ranks, the strategy, and what this rank updates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale.comm import runtime
+from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.config import ConfigError
+from tfscale.exchange.base import Exchange
+from tfscale.exchange.executor import Executor, Reduced, Request
+from tfscale.internals.optimizers import (
+    set_holder,
+    trained_by,
+    trains_all,
+    unbuild,
+    unlisted_state,
+    update_rule,
+)
+from tfscale.optimizer import futures
+from tfscale.optimizer.rules import require_keras, why_uncut, why_whole
+from tfscale.optimizer.state import KeptState, n_bytes
+
+logger = logging.getLogger("tfscale")
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A Keras optimizer bound to an exchange.
+
+    It goes through three states, each an object of its own: as the user gave it (`of`), adapted to
+    the ranks of the job (`among`), and built on what this rank updates (`built_on`). Another
+    strategy, other groups or another cut begin again with `among`; `DistributedOptimizer._bind`
+    takes the optimizer's state along.
+
+    Attributes:
+        optimizer: The Keras optimizer, perhaps with loss scaling around its update rule.
+        strategy: The exchange among the ranks with equal weights, as the user or the planner chose
+            it. `executor.strategy` is what runs: other than this if nothing can be cut.
+        executor: The exchange of gradients and parameters.
+        is_ready: Whether the strategy is adapted to the ranks.
+        is_compared: Whether the ranks have compared their first weights.
+        waits: Whether a step waits for parameters that it has sent; else every read of one does.
+        kept: Access to the complete state; None unless parameters are cut.
+        groups: The groups of local SGD (`local_sgd.groups.Groups`); None without.
+        average: The average of groups that train apart (`local_sgd.averages.GroupAverage`), or
+            None.
+    """
+
+    optimizer: Any
+    strategy: Exchange
+    executor: Executor
+    is_ready: bool = False
+    is_compared: bool = False
+    waits: bool = True
+    kept: KeptState | None = None
+    groups: Any = None
+    average: Any = None
+
+    @staticmethod
+    def of(optimizer: Any, request: Request) -> Bound:
+        """Bind an optimizer to what a user asks for, before anything is known of the ranks."""
+        return Bound(optimizer, request.strategy, Executor.of(request, request.strategy))
+
+    def among(self, strategy: Exchange, groups: Any = None, may_cut: bool = True) -> Bound:
+        """Return the optimizer bound to a strategy among this job's ranks, not built.
+
+        Args:
+            strategy: The exchange, of all ranks or inside of the groups.
+            groups: Groups of ranks; None keeps those that there are.
+            may_cut: Whether the strategy may cut parameters if ranks and update rule allow it.
+        """
+        groups = groups or self.groups
+        process_set = groups.process_set if groups else self.executor.request.process_set
+        is_cut = may_cut and self._may_cut(strategy, process_set)
+        executor = replace(
+            self.executor,
+            strategy=strategy if is_cut else strategy.whole(),
+            process_set=process_set,
+            shards=None,
+            table=(),
+        )
+        unbuilt = replace(self, strategy=strategy, executor=executor, groups=groups)
+        return replace(unbuilt, is_ready=True, waits=True, kept=None)
+
+    def _may_cut(self, strategy: Exchange, process_set: ProcessSet) -> bool:
+        """Return whether a strategy can cut parameters; say why not if it is meant to."""
+        group = process_set.group()
+        if not strategy.is_sharding or group.size == 1 or group.rank < 0:
+            return False
+        reason = why_whole(update_rule(self.optimizer))
+        if reason:
+            # A warning, which Python shows, as the exchange is not the requested one; once per job.
+            level = logging.WARNING if runtime.rank() == 0 else logging.INFO
+            logger.log(level, "Parameters are not sharded: %s. Gradients are allreduced.", reason)
+        return not reason
+
+    def built_on(
+        self, variables: Sequence[Any], state: Sequence[np.ndarray] | None = None
+    ) -> Bound:
+        """Return the optimizer built on what this rank updates of variables. Collective.
+
+        Args:
+            variables: The model's, equal on all ranks, in the order of the optimizer.
+            state: Complete state of an optimizer that was built before, to continue with; None
+                builds one that is not built yet.
+        """
+        optimizer, rule = self.optimizer, update_rule(self.optimizer)
+        executor, kept = self.executor, None
+        with tf.init_scope():
+            unlisted = {} if state is None else unlisted_state(rule)
+            if state is not None:
+                unbuild(optimizer)
+            if executor.strategy.is_sharding:
+                require_keras(variables)
+                executor = executor.cut(variables, lambda v: why_uncut(rule, v))
+            shards = executor.shards
+            optimizer.build(list(variables) if shards is None else shards.targets)
+            if shards is not None:
+                futures.make_futures(shards.cut, shards.refresh)
+                kept = KeptState(optimizer, rule, shards, executor.process_set)
+        bound = replace(self, executor=executor, kept=kept)
+        if self.groups is not None and self.groups.is_apart and self.average is None:
+            bound = replace(bound, average=self.groups.average(optimizer, executor))
+        if state is not None:
+            bound._load(state, unlisted)
+        return bound
+
+    def _load(self, state: Sequence[np.ndarray], unlisted: dict[str, np.ndarray]) -> None:
+        """Load complete state into the optimizer, which was built again."""
+        with tf.init_scope():
+            for name, value in unlisted.items():
+                getattr(update_rule(self.optimizer), name).assign(value)
+            if self.kept is not None:
+                self.kept.load(state)
+                return
+            for variable, value in zip(self.optimizer.variables, state, strict=True):
+                variable.assign(value)
+
+    def attached(self, model: keras.Model) -> Bound:
+        """Return it with a prepared model, whose reads wait for parameters if its steps do not."""
+        shards = self.executor.shards
+        if shards is None or self.strategy.waits_for_gathers or not self.waits:
+            return self
+        futures.attach(model, shards.cut, shards.refresh)
+        return replace(self, waits=False)
+
+    def close(self) -> None:
+        """Make the variables ordinary, before the optimizer is built on others."""
+        shards = self.executor.shards
+        if shards is not None and self.kept is not None:
+            futures.release(shards.cut)
+            self.kept.stop_serving()
+            set_holder(update_rule(self.optimizer), None)
+
+    # What is bound
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank holds a part of parameters and state."""
+        return self.executor.shards is not None
+
+    @property
+    def is_cutting(self) -> bool:
+        """Whether parameters are cut, or will be once they are built."""
+        return self.is_ready and self.executor.strategy.is_sharding
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the optimizer is built on what this rank updates."""
+        is_averaged = self.groups is None or not self.groups.is_apart or self.average is not None
+        is_as_planned = self.is_cut or not self.executor.strategy.is_sharding
+        return self.optimizer.built and is_as_planned and is_averaged
+
+    @property
+    def variables(self) -> list[Any]:
+        """The model's variables for which the optimizer was built."""
+        shards = self.executor.shards
+        # Keras 3.10's LossScaleOptimizer does not know what its inner optimizer trains.
+        trained = trained_by(update_rule(self.optimizer))
+        if shards is None:
+            return trained
+        whole_of = {id(t): v for t, v in zip(shards.targets, shards.variables, strict=True)}
+        return [whole_of.get(id(v), v) for v in trained]
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part; all of them with local SGD."""
+        return self.executor.process_set if self.groups is None else global_process_set
+
+    @property
+    def is_waiting_for_groups(self) -> bool:
+        """Whether groups will train apart later."""
+        return self.groups is not None and not self.groups.is_apart
+
+    def why_not_cut(self, model: keras.Model) -> str:
+        """Return why parameters that are not cut yet cannot be, or an empty string."""
+        if self.executor.strategy.is_sharding:
+            return ""
+        if self.groups is not None or not trains_all(model):
+            return "the model's parameters are not updated by one optimizer alone"
+        if self.executor.observers:
+            return "gradients are looked at while they are exchanged"
+        if runtime.backend().name == "horovod":
+            return "Horovod moves the bytes"
+        return why_whole(update_rule(self.optimizer))
+
+    def memory_report(self) -> dict[str, int]:
+        """Return the bytes of state, parameters and residuals; see `DistributedOptimizer`."""
+        state, shards = n_bytes(self.optimizer.variables), self.executor.shards
+        lossy = [r for r in (self.executor.residuals, self.average and self.average.residuals) if r]
+        return {
+            "state": state,
+            "complete_state": self.kept.n_bytes if self.kept else state,
+            "parameters": n_bytes(shards.pieces.values()) if shards else 0,
+            "residuals": sum(n_bytes(residuals.variables) for residuals in lossy),
+        }
+
+    # A step
+
+    def after_update(
+        self, reduced: Reduced, gradients: Sequence[Any], trained: Sequence[Any]
+    ) -> None:
+        """Average over groups if it is due, and send updated parameters. Collective.
+
+        `gradients` are this rank's own, and `trained` the variables that have one.
+        """
+        if self.average is not None:
+            self.average.after_update(reduced, gradients)
+        with tf.control_dependencies(reduced.arrived):
+            self._publish(trained)
+
+    def _publish(self, trained: Sequence[Any]) -> None:
+        """Send the parameters that this rank has updated. Collective.
+
+        Other buckets must not be sent: their gathers depend on no batch, and TensorFlow runs such
+        ops also in a step that finds no data. With averages all are sent: they change every piece,
+        and wait for a gradient.
+        """
+        shards = self.executor.shards
+        if shards is None:
+            return
+        has_averages = update_rule(self.optimizer).use_ema or self.average is not None
+        updated = None if has_averages else {shards.place(variable) for variable in trained}
+        for variable in (
+            shards.variables[i] for b in shards.buckets_with(updated) for i in b.indices
+        ):
+            # Otherwise outdated values would overwrite the parts of another optimizer.
+            if futures.assignment_hook(variable) != shards.refresh:
+                raise ConfigError(
+                    "Sharded optimizers must be built on variables of their own. Received: two "
+                    f"for {variable.path}. Call build(variables) on each, before tfscale.prepare "
+                    "and fit, or give all but one exchange='allreduce'."
+                )
+        self.executor.publish(updated, waits=self.waits)
+
+    def finish(self, variables: Sequence[Any]) -> None:
+        """Set the final values of variables at the end of `fit`, as Keras does. Collective."""
+        has_averages, shards = update_rule(self.optimizer).use_ema, self.executor.shards
+        if shards is None:
+            self.optimizer.finalize_variable_values(variables)
+        elif has_averages:
+            targets = [shards.targets[shards.place(v)] for v in variables]
+            self.optimizer.finalize_variable_values(targets)
+            self.executor.publish()
+        else:
+            shards.publish_exact()
+        if self.average is not None and has_averages:
+            self.average.average_now()
