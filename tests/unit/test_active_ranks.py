@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tests.unit.served_batches import as_rank
 from tfscale.data import GlobalBatches
-from tfscale.data.global_batches import use_active_ranks
 from tfscale.data.slices import count_active, epoch_order
 
 
@@ -19,7 +18,7 @@ def served(data):
 def make(rank, size, batch_size, **options):
     x = np.arange(24, dtype="float32")
     data = as_rank(GlobalBatches(x, -x, batch_size=size, seed=3, **options), rank, size)
-    use_active_ranks(data)
+    data.use_active_ranks()
     data.batch_size = batch_size
     return data
 
@@ -63,7 +62,7 @@ def test_records():
     for rank, factor in ((0, 2.0), (2, 0.0)):
         data = GlobalBatches.from_dataset(records, batch_size=4, shuffle_buffer=0)
         as_rank(data, rank, 4)
-        use_active_ranks(data)
+        data.use_active_ranks()
         x, _, w = served(data)[0]
         assert x.tolist() == [0.0, 1.0]
         assert w.tolist() == [0.5 * factor] * 2

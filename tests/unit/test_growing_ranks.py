@@ -9,7 +9,6 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tests.unit.served_batches import as_rank
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
-from tfscale.data.global_batches import use_active_ranks
 from tfscale.data.slices import count_active
 
 BATCH = 4  # feeds two ranks
@@ -59,7 +58,7 @@ def test_the_mean_over_ranks_is_the_loss_of_the_batch(case, is_subclass):
     results = []
     for rank in range(5):
         data = as_rank(GlobalBatches(x, y, batch_size=5, shuffle=False), rank, 5)
-        use_active_ranks(data)
+        data.use_active_ranks()
         data.batch_size = BATCH
         results.append(model.evaluate(data, verbose=0))
     losses, averages, *_ = zip(*results, strict=True)

@@ -14,7 +14,7 @@ from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.learning_rate import AdaptiveRate, LearningRateScheduleCallback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError, require
-from tfscale.data.global_batches import GlobalBatches, put_back_settings, use_active_ranks
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import count_active
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import build
@@ -140,7 +140,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         """
         super().__init__()
         check_data(data)
-        put_back_settings(data)  # of a `fit` that was interrupted
+        data.put_back_settings()  # of a `fit` that was interrupted
         self.data = data
         self._settings = growth.GrowthSettings(
             sizes=growth.ladder(start_batch_size or data.batch_size, max_batch_size, factor),
@@ -266,6 +266,10 @@ class AdaptiveBatchSize(ChangingBatchSize):
         if self.log_path is not None:
             append_json_lines(self.log_path, [record])
 
+    def silence(self) -> None:
+        """Write and print nothing, for trainings that only measure."""
+        self.log_path, self.verbose = None, 0
+
     def _keep_records(self, before: int) -> None:
         """Keep the log lines that an earlier part of the run wrote for epochs before this one."""
         if self.log_path is not None and runtime.rank() == 0:
@@ -352,7 +356,7 @@ def begin_with_surplus(session: FitSession) -> None:
     """
     _check_exchange(session)
     _check_weights(session)
-    use_active_ranks(session.data)
+    session.data.use_active_ranks()
     if session.call.epochs is not None:
         serve_again(session.call.epochs)
 
@@ -361,7 +365,7 @@ def _check_exchange(session: FitSession) -> None:
     """Refuse steps whose gradients are not averaged over all ranks: the weights assume that."""
     distributed = distributed_of(session.model.optimizer)
     strategy = None if distributed is None else distributed.strategy
-    n_ranks = runtime.size() if distributed is None else distributed.process_set.size()
+    n_ranks = runtime.size() if distributed is None else distributed.bound.process_set.size()
     if session.trains_apart or session.has_groups or n_ranks < runtime.size():
         way = "ParameterAveraging" if session.trains_apart else f"exchange={strategy}"
         raise ConfigError(

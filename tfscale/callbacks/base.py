@@ -275,7 +275,7 @@ class _FiniteStep:
 
 
 def _skips(model: keras.Model) -> bool:
-    return any(o.nonfinite == "skip" for o in distributed_optimizers(model))
+    return any(o.bound.nonfinite.policy == "skip" for o in distributed_optimizers(model))
 
 
 def _put_back(before: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:

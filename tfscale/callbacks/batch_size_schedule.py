@@ -10,7 +10,7 @@ import keras
 
 from tfscale.callbacks.base import Callback
 from tfscale.config import ConfigError, check_integer
-from tfscale.data.global_batches import GlobalBatches, keep_settings, put_back_settings
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.fit.preparation import prepare
 from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import own_of
@@ -36,7 +36,7 @@ class ChangingBatchSize(Callback):
                 f"{type(others[0]).__name__} and {type(self).__name__}. Remove one."
             )
         self._data = data
-        with keep_settings(data):
+        with data.keep_settings():
             yield
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -50,7 +50,7 @@ class ChangingBatchSize(Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Give the data its own batch size back."""
         super().on_train_end(logs)
-        put_back_settings(self._data)
+        self._data.put_back_settings()
 
 
 class BatchSizeSchedule(ChangingBatchSize):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ class Checkpoint(Callback):
         """Restore the checkpoint that was found, before the other callbacks begin the epoch."""
         super().on_epoch_begin(epoch, logs)
         first_step = self._begin_from(self._reader, epoch) if self._reader is not None else 0
-        self._position.epoch, self._position.step = epoch, first_step
+        self._position = replace(self._position, epoch=epoch, step=first_step)
 
     def _begin_from(self, reader: Reader, epoch: int) -> int:
         """Restore a checkpoint; return the first step of the epoch."""
@@ -156,7 +157,7 @@ class Checkpoint(Callback):
         counters = reader.parts[reader.source].info["keras_callbacks"]
         resumable.restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
         first_step = position.step if epoch == position.epoch else 0
-        self.session.n_steps_before = position.n_steps - first_step
+        self.session.note_resumed(position.n_steps - first_step)
         restore_data(self.session.data, position.data, first_step)
         self._restore(reader)
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
@@ -194,8 +195,8 @@ class Checkpoint(Callback):
             return
         before = self._position.n_steps
         step = steps_until(self.model, batch, self.params)
-        self._position.n_steps += step - self._position.step
-        self._position.step = step
+        n_steps = before + step - self._position.step
+        self._position = replace(self._position, n_steps=n_steps, step=step)
         is_due = self._schedule.is_due_after_steps(before, self._position.n_steps)
         every = self._schedule.end_step(preemption.is_requested(), self._saver.has_failed)
         self._is_stopping |= every.stops
@@ -214,7 +215,7 @@ class Checkpoint(Callback):
         # With an unknown number of steps, stopping training within a batch cuts the epoch.
         is_stopped = bool(self.model.stop_training)
         self._is_cut = is_stopped if steps is None else self._position.step < int(steps)
-        self._position.epoch, self._position.step = epoch + 1, 0
+        self._position = replace(self._position, epoch=epoch + 1, step=0)
         if self._schedule.is_due_after_epoch(epoch):
             self._make_due()
 
@@ -250,7 +251,8 @@ class Checkpoint(Callback):
         """Copy this rank's part and begin to write it. Collective if the folder is not shared."""
         self._is_due = False
         data = self.session.data
-        self._position.data = data.state() if isinstance(data, GlobalBatches) else None
+        state = data.state() if isinstance(data, GlobalBatches) else None
+        self._position = replace(self._position, data=state)
         part = take_snapshot(self.model, self.session.callbacks, self._position, run, is_end)
         self._saver.start(part, run)
         self._saved = self._position.n_steps

@@ -111,7 +111,7 @@ class SavePoints(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """End the agreement: saves outside of `fit` are agreed on one by one."""
-        self._session.saves = None
+        self._session.agree_on_saves(None)
 
     def _gather(self) -> None:
         for kept in sharded_states(self.model):
@@ -147,9 +147,10 @@ def agree_on_saves(session: FitSession) -> None:
                 writers.setdefault(point["path"], place)
         place = process_set.rank()
         silent = [c for c in saving if writers[c.filepath] != place]
-        session.saves = SavePoints(session, points, silent, place in writers.values())
-        session.saves.set_model(session.model)
-        session.put_first(session.saves)
+        saves = SavePoints(session, points, silent, place in writers.values())
+        saves.set_model(session.model)
+        session.agree_on_saves(saves)
+        session.put_first(saves)
 
 
 def _require_averages_saved(saving: list[Any], swaps: bool) -> None:

@@ -80,7 +80,7 @@ def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
     for optimizer in distributed_optimizers(model):
         kept = optimizer.bound.kept
         if kept is not None:
-            kept.broadcast_loaded(root_rank, optimizer.process_set)
+            kept.broadcast_loaded(root_rank, optimizer.bound.process_set)
 
 
 def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
@@ -142,10 +142,10 @@ def groups_of(model: keras.Model) -> list[list[int]]:
     distributed = distributed_optimizers(model)
     if size > 1 and not distributed:
         return [[rank] for rank in range(size)]
-    if not distributed or distributed[0].process_set is global_process_set:
+    if not distributed or distributed[0].bound.process_set is global_process_set:
         groups = distributed[0].bound.groups if distributed else None
         return [list(g) for g in groups.ranks] if groups else [list(range(size))]
-    members = list(distributed[0].process_set.group().ranks)
+    members = list(distributed[0].bound.process_set.group().ranks)
     return [members, *([rank] for rank in range(size) if rank not in members)]
 
 

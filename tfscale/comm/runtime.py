@@ -77,6 +77,10 @@ class ProcessSet:
                     f"Received: ranks={list(ranks)}."
                 )
 
+    def register(self, ranks: list[int] | None, process_set_id: int | None) -> None:
+        """Note its ranks and number in the job, or None where it is out of use."""
+        self.ranks, self.process_set_id = ranks, process_set_id
+
     def group(self) -> Group:
         """Return the set as backends know it; raises ExchangeError until it is added."""
         if self is global_process_set:
@@ -141,7 +145,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             f"Ranks of a process set must lie in [0, {size()}). Received: ranks={ranks}."
         )
     with deadline_of_start(config.settings(), "tfscale.add_process_set()"):
-        process_set.process_set_id = backend().add_group(ranks)
+        process_set.register(process_set.ranks, backend().add_group(ranks))
     known_process_sets().append(process_set)
     return process_set
 
@@ -173,7 +177,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    group, process_set.process_set_id = process_set.process_set_id, None
+    group = process_set.process_set_id
+    process_set.register(process_set.ranks, None)
     known_process_sets().remove(process_set)
     eager_calls().pop(group, None)
     backend().remove_group(group)
@@ -192,6 +197,16 @@ class _State:
     eager_calls: Counter[int] = field(default_factory=Counter)
     listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
+    def refuse(self) -> None:
+        """Count a step that was given up before it called a collective."""
+        self.n_refused += 1
+
+    def start_incarnation(self) -> None:
+        """Separate later collectives from those left of a step that was given up."""
+        self.incarnation, self.n_refused = self.incarnation + 1, 0
+        self.eager_calls.clear()
+        self.backend.start_incarnation(self.incarnation)
+
 
 _state: _State | None = None
 
@@ -200,7 +215,7 @@ def enter(backend: Backend) -> None:
     """Begin the job of this process, on a backend that the caller has started."""
     global _state
     _state = _State(backend)
-    global_process_set.ranks, global_process_set.process_set_id = list(range(backend.size)), 0
+    global_process_set.register(list(range(backend.size)), 0)
 
 
 def leave() -> None:
@@ -208,8 +223,8 @@ def leave() -> None:
     global _state
     state, _state = _current(), None
     for process_set in state.process_sets:
-        process_set.process_set_id = None
-    global_process_set.ranks = global_process_set.process_set_id = None
+        process_set.register(process_set.ranks, None)
+    global_process_set.register(None, None)
 
 
 def known_process_sets() -> list[Any]:
@@ -249,7 +264,7 @@ def world() -> Group:
 
 def count_given_up() -> None:
     """Count a step that was given up before it called a collective."""
-    _current().n_refused += 1
+    _current().refuse()
 
 
 def num_given_up() -> int:
@@ -260,10 +275,7 @@ def num_given_up() -> int:
 def start_incarnation() -> None:
     """Separate later collectives from those left of a step that was given up. Collective."""
     state = _current()
-    state.incarnation += 1
-    state.n_refused = 0
-    state.eager_calls.clear()
-    state.backend.start_incarnation(state.incarnation)
+    state.start_incarnation()
 
 
 def is_initialized() -> bool:

@@ -122,7 +122,7 @@ def _add(process_set: Any, comm: Any) -> None:
     group = (comm if hasattr(comm, "py2f") else MPI.COMM_WORLD).Get_group()
     group = group.Incl(sorted(comm)) if isinstance(comm, list) else group
     members = process_set.mpi_comm.Get_group()
-    process_set.ranks = sorted(members.Translate_ranks(range(members.size), group))
+    process_set.register(sorted(members.Translate_ranks(range(members.size), group)), None)
     for ranks in dict.fromkeys(map(tuple, objects.allgather_object(process_set.ranks))):
         is_own = list(ranks) == process_set.ranks
         runtime.add_process_set(process_set if is_own else runtime.ProcessSet(ranks))

@@ -173,7 +173,7 @@ class GlobalBatches(keras.utils.PyDataset):
         value = check_integer("batch_size", value, 1)
         is_put_back = self._kept is not None and current_pass().caller is None
         if is_put_back:  # what an interrupted `fit` has left ends here
-            put_back_settings(self)
+            self.put_back_settings()
         if self._is_ready():
             self._slices(value)
         self._batch_size = value
@@ -298,7 +298,7 @@ class GlobalBatches(keras.utils.PyDataset):
         """Put back what an interrupted `fit` has left, unless a callback of this one sets it."""
         callbacks = caller.callbacks if caller.fit is None else caller.fit.callbacks
         if caller.caller is not None and not any(c.sets_batch_size for c in own_of(callbacks)):
-            put_back_settings(self)
+            self.put_back_settings()
 
     def _refresh_if_idle(self) -> None:
         if self._is_ready() and current_pass().caller is None:
@@ -322,7 +322,7 @@ class GlobalBatches(keras.utils.PyDataset):
                 rank, size = self._place()
                 read = weighted(read, rank, slices.size, size)
             self._open = OpenEpoch(*key, read)
-            self._steps.value = slices.steps
+            self._steps.set(slices.steps)
         return self._open
 
     def _slices(self, batch_size: Any) -> BatchSlices:
@@ -350,42 +350,38 @@ class GlobalBatches(keras.utils.PyDataset):
                 "dataset shuffle_buffer=0) and drop_remainder=False."
             )
 
+    # Settings that a `fit` changes, and that are put back at its end.
+
+    @contextlib.contextmanager
+    def keep_settings(self) -> Iterator[None]:
+        """Save settings for `put_back_settings`; an exception within the block calls it at once."""
+        self.put_back_settings()  # of an earlier `fit` that broke off
+        self._kept = self._batch_size, self._has_surplus_ranks
+        try:
+            yield
+        except BaseException:
+            self.put_back_settings()
+            raise
+
+    def put_back_settings(self) -> None:
+        """Restore the saved batch size and surplus ranks, if there are any.
+
+        A batch size that was set outside of `fit` in the meantime stays.
+        """
+        if self._kept is not None:
+            (self._batch_size, self._has_surplus_ranks), self._kept = self._kept, None
+            self._open = None
+
+    def use_active_ranks(self) -> None:
+        """Share batches among `count_active` ranks only, with weights, from the next pass on."""
+        self._has_surplus_ranks, self._open = True, None
+
     def _is_ready(self) -> bool:
         """Return whether the number of ranks is known: data may be created before `init()`."""
         return self._rank_and_size is not None or runtime.is_initialized()
 
     def _place(self) -> tuple[int, int]:
         return self._rank_and_size or (runtime.rank(), runtime.size())
-
-
-# Settings that a `fit` changes, and that are put back at its end.
-
-
-@contextlib.contextmanager
-def keep_settings(data: GlobalBatches) -> Iterator[None]:
-    """Save settings for `put_back_settings`, which an exception within the block calls at once."""
-    put_back_settings(data)  # of an earlier `fit` that broke off
-    data._kept = data._batch_size, data._has_surplus_ranks
-    try:
-        yield
-    except BaseException:
-        put_back_settings(data)
-        raise
-
-
-def put_back_settings(data: GlobalBatches) -> None:
-    """Restore the saved batch size and surplus ranks, if there are any.
-
-    A batch size that was set outside of `fit` in the meantime stays.
-    """
-    if data._kept is not None:
-        (data._batch_size, data._has_surplus_ranks), data._kept = data._kept, None
-        data._open = None
-
-
-def use_active_ranks(data: GlobalBatches) -> None:
-    """Share batches among `count_active` ranks only, with weights, from the next pass on."""
-    data._has_surplus_ranks, data._open = True, None
 
 
 # The rest of an epoch that was interrupted.

@@ -129,6 +129,10 @@ class StepCount:
     def __init__(self, value: int = 0):
         self.value = value
 
+    def set(self, value: int) -> None:
+        """Set the value, of the epoch that is served now."""
+        self.value = value
+
     def __index__(self) -> int:
         return self.value
 

@@ -10,7 +10,12 @@ import keras
 import numpy as np
 
 from tfscale.comm import objects
-from tfscale.internals.keras import layers_of, lookup_layer, state_of
+from tfscale.internals.keras import (
+    drop_functions,
+    layers_of,
+    lookup_layer,
+    state_of,
+)
 
 
 def refresh_all(model: keras.Model) -> None:
@@ -34,7 +39,7 @@ def trace_together(model: keras.Model, has_changed: Sequence[bool]) -> None:
     `has_changed` holds the result of `refresh` on each rank.
     """
     if any(has_changed):
-        model.test_function = model.predict_function = None
+        drop_functions(model, "test_function", "predict_function")
         if model.train_function is not None:  # `fit` may be about to call it
             model.make_train_function(force=True)
 

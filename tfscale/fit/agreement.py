@@ -230,7 +230,7 @@ def _exchange(optimizer: Any) -> dict[str, str]:
     accumulator, options = distributed.accumulator, distributed.bound.executor.options
     return {
         "exchange": _text(distributed.strategy),
-        "nonfinite": distributed.nonfinite,
+        "nonfinite": distributed.bound.nonfinite.policy,
         "backward_passes_per_step": str(1 if accumulator is None else accumulator.passes),
         "compression": getattr(options.compression, "__name__", None) or _text(options.compression),
         "groups": str(options.num_groups if options.groups is None else len(options.groups)),

@@ -18,9 +18,12 @@ from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals.keras import (
     batch_spec_of,
     build_from_spec,
+    drop_functions,
     is_built,
     is_xla_automatic,
     layers_of,
+    replace_optimizer,
+    switch_off_xla,
     wrap_train_function,
 )
 from tfscale.internals.optimizers import (
@@ -72,7 +75,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         has_changed = _restore_layers(model) or has_changed
     has_changed = _share_statistics(model) or has_changed
     if has_changed:
-        model.train_function = model.test_function = model.predict_function = None
+        drop_functions(model)
     wrap_train_function(model, lambda step: GuardedStep(model, step, session_of), GuardedStep)
     make_saves_safe(model)
     return model
@@ -104,7 +107,7 @@ def _switch_off_xla(model: keras.Model) -> bool:
             "Compile the model with jit_compile=False."
         )
     logger.info("XLA is switched off: it cannot compile a step that exchanges gradients.")
-    model.jit_compile = False
+    switch_off_xla(model)
     return True
 
 
@@ -117,7 +120,7 @@ def _repair_loss_scale(model: keras.Model) -> bool:
     if type(distributed) is not DistributedOptimizer:
         return False
     distributed.insert_scaler(scaler)
-    model.optimizer = distributed
+    replace_optimizer(model, distributed)
     logger.info("Loss scaling is moved inside of the distributed optimizer.")
     return True
 

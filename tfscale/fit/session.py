@@ -39,6 +39,14 @@ class FitSession(Progress):
         """All callbacks of the `fit`, in call order."""
         return self.call.callbacks
 
+    def note_resumed(self, n_steps_before: int) -> None:
+        """Note how many steps the run had made before the first epoch of this `fit`."""
+        self.n_steps_before = n_steps_before
+
+    def agree_on_saves(self, saves: Any) -> None:
+        """Save at agreed points, or with None each rank for itself."""
+        self.saves = saves
+
     @property
     def data(self) -> Any:
         """The `x` of the `fit`."""

@@ -22,6 +22,7 @@ from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
+from tfscale.internals.keras import stop_training
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
 from tfscale.optimizer.distributed import (
     DistributedOptimizer,
@@ -177,9 +178,14 @@ class Progress:
             ask("stop", 0)
         self.asks_each_step = self.is_over = False
 
+    def note_wish_to_stop(self) -> None:
+        """Note that this rank waits for a step or epoch end at which all can stop."""
+        self.wants_to_stop = True
+
     def _ask_at_end(self, wants_to_stop: bool) -> None:
         if "stop" in ask("stop" if wants_to_stop else "end", self._n_steps):
-            self.is_over = self.model.stop_training = True
+            self.is_over = True
+            stop_training(self.model)
 
     def _mark(self) -> None:
         runtime.backend().mark(MarkKind.STOP if self.model.stop_training else MarkKind.EPOCH_END)
@@ -323,7 +329,7 @@ class GuardedStep:
 
     def _stop(self, model: keras.Model, why: str) -> Any:
         logger.info("Training stops on rank %d: %s.", runtime.rank(), why)
-        model.stop_training = True
+        stop_training(model)
         return model.get_metrics_result() if self._last_logs is None else self._last_logs
 
 
@@ -387,10 +393,10 @@ class StopTogether(keras.callbacks.Callback):
         if average is None:  # all ranks still train together, or average at the end of epochs
             self._wait_for_exchange()
         elif bool(average.must_stop.numpy()):
-            self.model.stop_training = True
+            stop_training(self.model)
         elif self.model.stop_training:
             logger.info("Training stops after the next average of the groups.")
-            self.model.stop_training = False
+            stop_training(self.model, False)
             average.wants_to_stop.assign(True)
 
     def _wait_for_exchange(self) -> None:
@@ -399,9 +405,10 @@ class StopTogether(keras.callbacks.Callback):
         exchanges = exchanges or any(sums.is_before_exchange for sums in waiting)
         if (exchanges and not progress.trains_apart) or runtime.num_given_up():
             # The others learn of the stop in the next exchange, or know of it already.
-            self.model.stop_training = self.model.stop_training or progress.wants_to_stop
+            if progress.wants_to_stop:
+                stop_training(self.model)
         elif self.model.stop_training:
             if progress.trains_apart and not progress.wants_to_stop:
                 logger.info("Training stops where the epoch ends.")
-            self.model.stop_training = False
-            progress.wants_to_stop = True
+            stop_training(self.model, False)
+            progress.note_wish_to_stop()

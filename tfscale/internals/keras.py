@@ -222,6 +222,35 @@ def wrap_train_function(model: keras.Model, wrap: Callable[[Any], Any], kind: ty
     model.make_train_function = make_wrapped
 
 
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+
+def drop_functions(model: keras.Model, *names: str) -> None:
+    """Let a model trace its functions again: those with some names, or all three."""
+    for name in names or _FUNCTIONS:
+        setattr(model, name, None)
+
+
+def stop_training(model: keras.Model, stops: bool = True) -> None:
+    """Let `fit` stop after this batch or epoch, or not."""
+    model.stop_training = stops
+
+
+def switch_off_xla(model: keras.Model) -> None:
+    """Let a compiled model's functions be compiled without XLA."""
+    model.jit_compile = False
+
+
+def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
+    """Train a compiled model with another optimizer."""
+    model.optimizer = optimizer
+
+
+def write_to(logger: keras.callbacks.CSVLogger, filename: str) -> None:
+    """Let a CSVLogger that has not begun write to another file."""
+    logger.filename = filename
+
+
 def replace_step(model: keras.Model, name: str, step: Callable[[Any], Any]) -> None:
     """Replace a model's `train_step` or `test_step`; a function made before is traced again."""
     model.__dict__[name] = step

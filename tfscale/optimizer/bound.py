@@ -12,20 +12,24 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
+from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
-from tfscale.exchange.executor import Executor, Reduced, Request
+from tfscale.exchange.executor import Executor, Request
+from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import (
     set_holder,
     trained_by,
     trains_all,
     unbuild,
+    unbuilt,
     unlisted_state,
     update_rule,
 )
 from tfscale.optimizer import futures
-from tfscale.optimizer.rules import require_keras, why_uncut, why_whole
+from tfscale.optimizer.nonfinite import NonFinite
+from tfscale.optimizer.rules import on_pieces, require_keras, warn_of_sums, why_uncut, why_whole
 from tfscale.optimizer.state import KeptState, n_bytes
 
 logger = logging.getLogger("tfscale")
@@ -45,6 +49,7 @@ class Bound:
         strategy: The exchange among the ranks with equal weights, as the user or the planner chose
             it. `executor.strategy` is what runs: other than this if nothing can be cut.
         executor: The exchange of gradients and parameters.
+        nonfinite: The policy for gradients that are not finite.
         is_ready: Whether the strategy is adapted to the ranks.
         is_compared: Whether the ranks have compared their first weights.
         waits: Whether a step waits for parameters that it has sent; else every read of one does.
@@ -57,6 +62,7 @@ class Bound:
     optimizer: Any
     strategy: Exchange
     executor: Executor
+    nonfinite: NonFinite
     is_ready: bool = False
     is_compared: bool = False
     waits: bool = True
@@ -65,9 +71,19 @@ class Bound:
     average: Any = None
 
     @staticmethod
-    def of(optimizer: Any, request: Request) -> Bound:
+    def of(optimizer: Any, request: Request, nonfinite: NonFinite) -> Bound:
         """Bind an optimizer to what a user asks for, before anything is known of the ranks."""
-        return Bound(optimizer, request.strategy, Executor.of(request, request.strategy))
+        executor = Executor.of(request, request.strategy)
+        return Bound(optimizer, request.strategy, executor, nonfinite)
+
+    def for_another(self, optimizer: Any) -> Bound:
+        """Bind another optimizer to what the user has asked for."""
+        policy = NonFinite(self.nonfinite.policy)
+        return Bound.of(optimizer, self.executor.request.copy(), policy)
+
+    def fresh(self) -> Any:
+        """Return an optimizer without state if a copy would hold parts of it, else None."""
+        return unbuilt(self.optimizer) if self.is_cut else None
 
     def among(self, strategy: Exchange, groups: Any = None, may_cut: bool = True) -> Bound:
         """Return the optimizer bound to a strategy among this job's ranks, not built.
@@ -225,17 +241,36 @@ class Bound:
 
     # A step
 
-    def after_update(
-        self, reduced: Reduced, gradients: Sequence[Any], trained: Sequence[Any]
-    ) -> None:
-        """Average over groups if it is due, and send updated parameters. Collective.
+    def step(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        """Reduce gradients, update variables with them, and send what has changed. Collective.
 
-        `gradients` are this rank's own, and `trained` the variables that have one.
+        `gradients` are this rank's own, one or None for each of the model's `variables`.
         """
+        rule, executor = update_rule(self.optimizer), self.executor
+        self._refuse_local(rule, variables)
+        if executor.process_set.size() == 1 and executor.options.repeated_indices == "sum":
+            warn_of_sums(rule, gradients)
+        reduced = executor.reduce(gradients, variables)
+        # A step that is given up because another rank stopped must change nothing, not even
+        # `iterations`, so the whole update waits for the first reduced gradient.
+        with tf.control_dependencies(reduced.arrived), on_pieces(self.optimizer, reduced, executor):
+            self.nonfinite.apply(self.optimizer, reduced, gradients, variables, executor)
+            _follow(reduced.targets)
         if self.average is not None:
             self.average.after_update(reduced, gradients)
         with tf.control_dependencies(reduced.arrived):
-            self._publish(trained)
+            self._publish([v for g, v in zip(gradients, variables, strict=True) if g is not None])
+        stamp_updates(reduced.targets)
+
+    def _refuse_local(self, rule: Any, variables: Sequence[Any]) -> None:
+        """Raise an error if ranks would scale gradients by norms that differ."""
+        is_local = any(map(self.executor.is_local, variables))
+        if rule.global_clipnorm and self.process_set.size() > 1 and is_local:
+            raise ConfigError(
+                "A norm over all gradients must be equal on all ranks. Received: "
+                f"global_clipnorm={rule.global_clipnorm} with local layers or variables. Use "
+                "clipnorm, which looks at each gradient by itself."
+            )
 
     def _publish(self, trained: Sequence[Any]) -> None:
         """Send the parameters that this rank has updated. Collective.
@@ -274,3 +309,11 @@ class Bound:
             shards.publish_exact()
         if self.average is not None and has_averages:
             self.average.average_now()
+
+
+def _follow(variables: Sequence[Any]) -> None:
+    """Refresh the pieces of another optimizer that has cut the same variables."""
+    for variable in variables:
+        on_assign = futures.assignment_hook(variable)
+        if on_assign is not None:
+            on_assign(variable, raw_variable(variable).read_value(), None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ import wrapt
 
 from tfscale.comm import runtime
 from tfscale.comm.compression import Compression
-from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
@@ -35,19 +33,16 @@ from tfscale.internals.optimizers import (
     set_holder,
     trained_by,
     trains_all,
-    unbuilt,
     update_rule,
 )
 from tfscale.internals.trace import drop_traces
-from tfscale.optimizer import first_step, futures
+from tfscale.optimizer import first_step
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.bound import Bound
 from tfscale.optimizer.nonfinite import NonFinite, Policy
 from tfscale.optimizer.rules import (
-    on_pieces,
     refuse_bypassed,
     refuse_outer_scaler,
-    warn_of_sums,
     why_uncut,
 )
 from tfscale.optimizer.state import KeptState, n_bytes
@@ -72,7 +67,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
     _self_bound: Bound
     _self_accumulator: Accumulator | None
-    _self_nonfinite: NonFinite
     _self_watch: Watch | None
 
     def __init__(
@@ -145,8 +139,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         strategy = resolve(exchange)
         strategy.refuse(options, nonfinite, f"exchange={exchange!r}")
         request = Request(strategy, options, process_set, scale_local_gradients)
-        self._self_bound = Bound.of(optimizer, request)
-        self._self_nonfinite = NonFinite(nonfinite)
+        self._self_bound = Bound.of(optimizer, request, NonFinite(nonfinite))
         self._self_watch = None
         self._self_accumulator = None
         if backward_passes_per_step > 1:
@@ -173,73 +166,27 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             variables = self._ready().variables
         else:
             variables = list(trainable_variables)
-        self._built(variables)
-        self._compare_ranks(variables)
+        if not self._ready(variables).is_compared and first_step.compare(self, variables):
+            self.note_compared()
         if shares.current() is not None:
             # Layers that exchange activations have weighted what they sent.
             pairs = zip(grads, variables, strict=True)
             grads = [shares.weighted(g) if use_of(v) == "plain" else g for g, v in pairs]
-        if self._self_accumulator is None:
-            self._exchange_and_update(list(grads), variables)
-            return
-        self._self_accumulator.add(
-            grads,
-            variables,
-            update_rule(self.__wrapped__),
-            on_full=lambda sums: self._exchange_and_update(sums, variables),
-        )
 
-    def _compare_ranks(self, variables: Sequence[Any]) -> None:
-        """Require equal first weights unless a `fit` has compared the ranks. Collective, once."""
-        group = self.process_set.group()
-        is_main = threading.current_thread() is threading.main_thread()
-        if self.bound.is_compared or group.size == 1 or group.rank < 0 or not is_main:
+        def exchange(gradients: Sequence[Any]) -> None:
+            if self._self_bound.executor.process_set.size() > 1:
+                refuse_outer_scaler(DistributedOptimizer)
+            self._ready(variables).step(gradients, variables)
+
+        if self._self_accumulator is None:
+            exchange(list(grads))
             return
-        with tf.init_scope():
-            if not all(bool(raw_variable(v).is_initialized()) for v in variables):
-                return  # this function creates them, so TensorFlow traces it again
-            own = {"weights": first_step.digest_of(self, variables)}
-            own["shapes"] = str([tuple(v.shape) for v in variables])
-            every = first_step.gather(own, None, self.process_set)
-        self.note_compared()
-        # Where shapes differ, the comparison of plans names the first parameter.
-        if len({said["shapes"] for said in every}) == 1:
-            digests = {r: said["weights"] for r, said in zip(group.ranks, every, strict=True)}
-            groups = self.bound.groups  # they may begin apart
-            for ranks in groups.ranks if groups else [list(group.ranks)]:
-                first_step.require_equal_weights({r: digests[r] for r in ranks})
+        rule = update_rule(self.__wrapped__)
+        self._self_accumulator.add(grads, variables, rule, on_full=exchange)
 
     def note_compared(self) -> None:
         """Note that a `fit` has compared the ranks, so that the first step need not."""
         self._self_bound = replace(self._self_bound, is_compared=True)
-
-    def _exchange_and_update(self, gradients: list[Any], variables: list[Any]) -> None:
-        bound, inner = self._built(variables), self.__wrapped__
-        executor = bound.executor
-        self._refuse(variables)
-        if executor.process_set.size() == 1 and executor.options.repeated_indices == "sum":
-            warn_of_sums(update_rule(inner), gradients)
-        reduced = executor.reduce(gradients, variables)
-        # A step that is given up because another rank stopped must change nothing, not even
-        # `iterations`, so the whole update waits for the first reduced gradient.
-        with tf.control_dependencies(reduced.arrived), on_pieces(inner, reduced, executor):
-            self._self_nonfinite.apply(inner, reduced, gradients, variables, executor)
-            _follow(reduced.targets)
-        trained = [v for g, v in zip(gradients, variables, strict=True) if g is not None]
-        bound.after_update(reduced, gradients, trained)
-        stamp_updates(reduced.targets)
-
-    def _refuse(self, variables: Sequence[Any]) -> None:
-        """Raise an error if ranks would skip different steps or scale them differently."""
-        if self.bound.executor.process_set.size() > 1:
-            refuse_outer_scaler(DistributedOptimizer)
-        norm = update_rule(self.__wrapped__).global_clipnorm
-        if norm and self.process_set.size() > 1 and any(map(self.is_local_var, variables)):
-            raise ConfigError(
-                "A norm over all gradients must be equal on all ranks. Received: "
-                f"global_clipnorm={norm} with local layers or variables. Use clipnorm, which "
-                "looks at each gradient by itself."
-            )
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Reduce and apply pairs of gradient and variable; return `iterations`, as Keras does."""
@@ -298,8 +245,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):
                 set_holder(rule, self)
         self._self_bound = bound
 
-    def _ready(self) -> Bound:
-        """Return the exchange, adapted to the ranks of the job. Collective with local SGD."""
+    def _ready(self, variables: Sequence[Any] | None = None) -> Bound:
+        """Return the exchange, adapted to the ranks of the job. Collective with local SGD.
+
+        With `variables` the optimizer is built on them first if it is not built.
+        """
         bound = self._self_bound
         if not bound.is_ready:
             before = holder_of(update_rule(self.__wrapped__))
@@ -309,6 +259,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             if groups is None and not runtime.is_single():
                 groups = bound.strategy.form_groups(bound.executor.request.process_set)
             self._bind(bound.strategy.within_group(), groups)
+        if variables is not None and not self._self_bound.is_built:
+            self.build(variables)
         return self._self_bound
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -320,12 +272,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         bound = self._ready()
         if not bound.is_cut:
             self._bind(bound.strategy, variables=variables)
-
-    def _built(self, variables: list[Any]) -> Bound:
-        """Return the exchange; build the optimizer on `variables` first if it is not built."""
-        if not self._ready().is_built:
-            self.build(variables)
-        return self._self_bound
 
     def wire(self, model: keras.Model, global_batch: int | None = None) -> bool:
         """Let the exchange change the model's layers; return whether to trace functions again.
@@ -374,11 +320,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             )
         running = self._self_watch
         strategy = None if running is None else running.step(data, callbacks)
-        return strategy is not None and self._change_strategy(strategy)
-
-    def _change_strategy(self, strategy: Exchange) -> bool:
-        """Switch the strategy, keeping all state; return whether to trace again. Collective."""
-        bound = self._self_bound
+        if strategy is None:
+            return False
+        bound = self._ready()
         if strategy == bound.strategy:  # only its outcome differs
             executor = replace(bound.executor, strategy=strategy)
             self._self_bound = replace(bound, strategy=strategy, executor=executor)
@@ -429,11 +373,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         bound = self._self_bound
         return bound.strategy if bound.groups is None else bound.groups.strategy
 
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that take part; all of them with local SGD."""
-        return self._self_bound.process_set
-
     def start_groups(self) -> None:
         """Start local SGD. Collective; the training step must be traced again."""
         bound = self._ready()
@@ -464,14 +403,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         return self._self_accumulator
 
     @property
-    def nonfinite(self) -> Policy:
-        """The policy for gradients that are not finite."""
-        return self._self_nonfinite.policy
-
-    @property
     def n_skipped_steps(self) -> int:
         """Steps that this rank skipped because of `nonfinite="skip"`."""
-        return int(self._self_nonfinite.n_skipped)
+        return self._self_bound.nonfinite.n_skipped
 
     # State, complete wherever Keras or a user reads it
 
@@ -563,35 +497,32 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     # Copies
 
-    def _around(self, inner: Any) -> DistributedOptimizer:
-        """Wrap another optimizer in the same way."""
-        other = DistributedOptimizer(inner)
-        other._self_bound = Bound.of(inner, self._self_bound.executor.request.copy())
-        other._self_nonfinite = NonFinite(self._self_nonfinite.policy)
-        sums = self._self_accumulator
-        if sums is not None:  # the copy begins a new cycle
-            other._self_accumulator = Accumulator(sums.passes, sums.is_mean)
-        return other
-
-    def _fresh(self) -> Any:
-        """Return an optimizer without state if a copy would hold parts of it, else None."""
-        return unbuilt(self.__wrapped__) if self._self_bound.is_cut else None
-
     def from_config(self, config: dict[str, Any]) -> Any:
         """Return an optimizer made from a config, wrapped as this one."""
-        return self._around(self.__wrapped__.from_config(config))
+        return _wrapped_like(self, self.__wrapped__.from_config(config))
 
     def __copy__(self) -> Any:
         """Copy the wrapped optimizer and wrap it in the same way."""
-        return self._around(self._fresh() or copy.copy(self.__wrapped__))
+        return _wrapped_like(self, self._self_bound.fresh() or copy.copy(self.__wrapped__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the wrapped optimizer and wrap it in the same way; the copy begins a new cycle."""
-        return self._around(self._fresh() or copy.deepcopy(self.__wrapped__, memo))
+        copied = self._self_bound.fresh() or copy.deepcopy(self.__wrapped__, memo)
+        return _wrapped_like(self, copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the wrapped optimizer."""
-        return (self._fresh() or self.__wrapped__).__reduce_ex__(protocol)
+        return (self._self_bound.fresh() or self.__wrapped__).__reduce_ex__(protocol)
+
+
+def _wrapped_like(distributed: DistributedOptimizer, inner: Any) -> DistributedOptimizer:
+    """Wrap another optimizer as this one; it begins a new cycle of batches."""
+    bound, sums = distributed.bound, distributed.accumulator
+    other = DistributedOptimizer(inner)
+    other._self_bound = bound.for_another(inner)
+    if sums is not None:
+        other._self_accumulator = Accumulator(sums.passes, sums.is_mean)
+    return other
 
 
 def PartialDistributedOptimizer(
@@ -633,7 +564,7 @@ def distributed_optimizers(model: keras.Model | None) -> list[DistributedOptimiz
 def process_set_of(model: Any) -> ProcessSet:
     """Return the ranks that train the same model as this one."""
     distributed = distributed_of(optimizer_of(model))
-    return global_process_set if distributed is None else distributed.process_set
+    return global_process_set if distributed is None else distributed.bound.process_set
 
 
 def sharded_states(model: keras.Model) -> list[KeptState]:
@@ -655,14 +586,6 @@ def passes_per_update(model: keras.Model) -> int:
     own = [accumulator.passes for accumulator in accumulators(model)]
     keras_own = [update_rule(o).gradient_accumulation_steps or 1 for o in optimizers_of(model)]
     return max([1, *own, *keras_own])
-
-
-def _follow(variables: Sequence[Any]) -> None:
-    """Refresh the pieces of another optimizer that has cut the same variables."""
-    for variable in variables:
-        on_assign = futures.assignment_hook(variable)
-        if on_assign is not None:
-            on_assign(variable, raw_variable(variable).read_value(), None)
 
 
 def _check(optimizer: Any, passes: int) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfscale.comm import objects
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ExchangeError
+from tfscale.internals.keras import raw_variable
 
 HINT = (
     "Give fit the same ones in the same order: a callback that talks to other ranks waits for "
@@ -42,6 +45,31 @@ def gather(
             f"Received: {first} on rank {rank} and none on rank {', '.join(without)}. {HINT}"
         )
     return [own for own, _ in said]
+
+
+def compare(distributed: Any, variables: Sequence[Any]) -> bool:
+    """Require equal first weights on the ranks of an optimizer. Collective.
+
+    Returns whether they were compared: not by one rank alone, on another thread than the main one,
+    or in a function that creates the variables and is traced again.
+    """
+    bound = distributed.bound
+    group = bound.process_set.group()
+    is_main = threading.current_thread() is threading.main_thread()
+    if group.size == 1 or group.rank < 0 or not is_main:
+        return False
+    with tf.init_scope():
+        if not all(bool(raw_variable(v).is_initialized()) for v in variables):
+            return False
+        own = {"weights": digest_of(distributed, variables)}
+        own["shapes"] = str([tuple(v.shape) for v in variables])
+        every = gather(own, None, bound.process_set)
+    # Where shapes differ, the comparison of plans names the first parameter.
+    if len({said["shapes"] for said in every}) == 1:
+        digests = {r: said["weights"] for r, said in zip(group.ranks, every, strict=True)}
+        for ranks in bound.groups.ranks if bound.groups else [group.ranks]:  # groups begin apart
+            require_equal_weights({r: digests[r] for r in ranks})
+    return True
 
 
 def digest_of(distributed: Any, variables: Sequence[Any]) -> str:

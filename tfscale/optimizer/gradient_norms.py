@@ -13,6 +13,7 @@ from tfscale.comm.collectives import deduplicate
 from tfscale.comm.runtime import Average
 from tfscale.config import ConfigError
 from tfscale.exchange.dense import use_of
+from tfscale.internals.keras import drop_functions
 from tfscale.optimizer.distributed import distributed_of
 
 
@@ -59,7 +60,7 @@ class GradientNorms:
             )
         self._scale = 1 if executor.options.op == Average else executor.process_set.size()
         executor.observers.add(self)
-        model.train_function = None  # a function traced before would not observe them
+        drop_functions(model, "train_function")  # a function traced before would not observe them
 
     def reset(self) -> None:
         """Set the sums to zero."""

@@ -23,6 +23,7 @@ from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
+from tfscale.internals.keras import replace_methods, restore_methods
 from tfscale.internals.optimizers import (
     iterations_of,
     own_variables,
@@ -281,13 +282,15 @@ class KeptState:
         def load_own_variables(store: dict[str, Any]) -> None:
             del store  # the outer optimizer has loaded all state
 
-        self._rule.save_own_variables = save_own_variables
-        self._rule.load_own_variables = load_own_variables
+        replace_methods(
+            self._rule,
+            save_own_variables=save_own_variables,
+            load_own_variables=load_own_variables,
+        )
 
     def stop_serving(self) -> None:
         """Leave saving and loading to the optimizer, which is about to be built on other pieces."""
-        for name in ("save_own_variables", "load_own_variables"):
-            vars(self._rule).pop(name, None)
+        restore_methods(self._rule, "save_own_variables", "load_own_variables")
 
 
 class Meeting:

@@ -35,6 +35,14 @@ class Task:
     priority: int = 0
     name: str = ""  # for plots
 
+    def wait_for(self, *tasks: int) -> None:
+        """Let it begin after other tasks of its step, too."""
+        self.after += tasks
+
+    def wait_for_previous(self, *tasks: int) -> None:
+        """Let it begin after these tasks of the previous step, and no others."""
+        self.after_previous = tasks
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -358,16 +366,16 @@ class _Builder:
         # Delayed until the next step's forward pass reaches the layer, [T] algorithm 2.
         reached = (self.forward[place - 1],) if place > 0 else ()
         made = self._add(COMPUTE, duration, reached, "gradient")
-        self.tasks[made].after_previous = (*sent, self.backward[place])
+        self.tasks[made].wait_for_previous(*sent, self.backward[place])
         done = self._whole_update(part, (made,))
-        self.tasks[self.forward[place]].after += (done,)
+        self.tasks[self.forward[place]].wait_for(done)
         return -1
 
     def _join_steps(self) -> None:
         """Let the forward pass, and messages sent before it, wait for the previous step."""
         for task in self.tasks:
             if task.stream == COMMUNICATION and not task.after:  # inputs of the first layer
-                task.after_previous = (self.backward[0],)
+                task.wait_for_previous(self.backward[0])
         needed: dict[int, set[int]] = {0: {self.backward[0]}}
         for part, final in self.finals:
             if final < 0:
@@ -377,7 +385,7 @@ class _Builder:
             for place in owners:
                 needed.setdefault(place, set()).add(final)
         for place, own in needed.items():
-            self.tasks[self.forward[place]].after_previous = tuple(sorted(own))
+            self.tasks[self.forward[place]].wait_for_previous(*sorted(own))
 
 
 def simulate(scenario: Scenario, plan: LayerPlan) -> Prediction:

@@ -42,7 +42,11 @@ from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import running_session
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
-from tfscale.internals.keras import layers_of, wrap_once
+from tfscale.internals.keras import (
+    drop_functions,
+    layers_of,
+    wrap_once,
+)
 from tfscale.internals.optimizers import (
     inner_optimizers,
     is_wrapped,
@@ -189,7 +193,7 @@ class Distributed:
             forget(model)  # first: it puts back the steps that were there before it
             for name in (*_STEPS, "save", "save_weights"):
                 vars(model).pop(name, None)
-            model.train_function = model.test_function = model.predict_function = None
+            drop_functions(model)
         if self._stdout is not None:
             sys.stdout.flush()
             os.dup2(self._stdout, 1)
@@ -220,7 +224,7 @@ class Distributed:
             for name, wrap in _STEPS.items():
                 wrap_once(model, name, functools.partial(wrap, look=self._look(looks[name])))
             watch(model)
-            model.train_function = model.test_function = model.predict_function = None
+            drop_functions(model)
         return self._models[model]
 
     def _look(self, comparison: BatchComparison) -> Callable[[Any], Any]:
@@ -382,13 +386,23 @@ def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
         else:
             is_of_all = any(callback is c for c in everywhere)
             others.append(callback if is_of_all else _written_once(callback))
-    synchronize = Synchronize()
-    synchronize.requires_built = False
-    for part in synchronize.companions:
-        if isinstance(part, MetricAverageCallback):
-            part.averages_validation = True
     has_one = any(isinstance(callback, Synchronize) for callback in others)
-    return [*first, *([] if has_one else [synchronize]), *others]
+    return [*first, *([] if has_one else [_SynchronizeScript()]), *others]
+
+
+class _SynchronizeScript(Synchronize):
+    """`Synchronize` for a script: its model may be built later, and validation has all rows."""
+
+    requires_built = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        others = [c for c in self.companions if not isinstance(c, MetricAverageCallback)]
+        self.companions = [*others, _MetricsOfAllRows()]
+
+
+class _MetricsOfAllRows(MetricAverageCallback):
+    averages_validation = True
 
 
 def _written_once(callback: Any) -> Any:

@@ -32,6 +32,7 @@ from tfscale.callbacks import RankZero
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError, environment
 from tfscale.internals.classes import Patches, folder_of_downloads
+from tfscale.internals.keras import write_to
 from tfscale.optimizer.saving import on_first_rank
 
 logger = logging.getLogger("tfscale")
@@ -385,5 +386,5 @@ def share_logs(loggers: Sequence[keras.callbacks.CSVLogger]) -> list[bool]:
         names = [of_rank[place] for of_rank in every]
         differ.append(len(set(names)) > 1)
         if differ[-1] and names.index(own[place]) != runtime.rank():
-            callback.filename = os.devnull
+            write_to(callback, os.devnull)
     return differ

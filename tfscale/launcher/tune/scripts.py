@@ -29,7 +29,10 @@ from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.internals.keras import steps_until
+from tfscale.internals.keras import (
+    replace_optimizer,
+    steps_until,
+)
 from tfscale.internals.optimizers import rate_of, set_rate, update_rule
 from tfscale.internals.traits import show_averages
 from tfscale.measure.batch_size import Stage, measure
@@ -90,7 +93,7 @@ def arguments_of(
     kept = [c for c in every if not isinstance(getattr(c, "callback", c), left_out)]
     for callback in kept:
         if isinstance(callback, ours.AdaptiveBatchSize):
-            callback.log_path, callback.verbose = None, 0
+            callback.silence()
     names = sorted({type(c).__name__ for c in every if c not in kept})
     if names and (not runtime.is_initialized() or runtime.rank() == 0):
         logger.warning("A probe runs without the script's %s.", ", ".join(names))
@@ -273,7 +276,8 @@ def regroup(model: Any, settings: dict[str, Any]) -> None:
     set_rate(inner, rate * factor)
     exchange = tfscale.LocalSGD(n, settings["interval"], within="allreduce")
     op = optimizer.bound.executor.options.op
-    model.optimizer = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
+    replaced = tfscale.DistributedOptimizer(optimizer.__wrapped__, exchange=exchange, op=op)
+    replace_optimizer(model, replaced)
 
 
 def _require_distributed(optimizer: Any) -> None:
