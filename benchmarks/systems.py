@@ -161,7 +161,7 @@ class Tfscale:
         """Let "auto" measure, plan and decide."""
         for _ in range(MOST_STEPS if self.exchange == "auto" and self.size > 1 else 0):
             step()
-            if self._optimizer.after_step():
+            if self.tfscale.after_step(self._optimizer):
                 step.trace()
             if getattr(self._optimizer.strategy, "outcome", None) is not None:
                 step()

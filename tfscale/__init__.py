@@ -58,6 +58,7 @@ _NAMES_BY_MODULE = {
     "exchange.sharded": ("Sharded",),
     "exchange.sync_batch_norm": ("SyncBatchNormalization",),
     "fit.preparation": ("prepare",),
+    "measure.auto": ("after_step",),
     "transparent.distribute": ("distribute",),
     "optimizer.distributed": ("DistributedOptimizer", "PartialDistributedOptimizer"),
     "optimizer.saving": ("load_model",),

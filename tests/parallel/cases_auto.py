@@ -193,7 +193,7 @@ def case_a_loop_of_ones_own_calls_after_step():
         x, y = samples(STEPS * BATCH)
         for places in own:
             step(tf.constant(x[places]), tf.constant(y[places]))
-            if optimizer.after_step():
+            if tfscale.after_step(optimizer):
                 step, n_traced = tf.function(body), n_traced + 1
     assert n_traced >= 4 and "wide" in gathering(agreed(model))
     require_close(model.get_weights(), alone.get_weights())

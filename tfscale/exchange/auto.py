@@ -32,7 +32,7 @@ class Auto(Exchange):
     synchronous SGD, also during the measurements.
 
     Outside of these steps, until the decision, gradients are exchanged as by `Allreduce()`. The
-    decision needs calls of the optimizer's `after_step`; `fit` makes them if it is given a tfscale
+    decision needs calls of `tfscale.after_step`; `fit` makes them if it is given a tfscale
     callback.
 
     Attributes:
@@ -48,7 +48,7 @@ class Auto(Exchange):
     replan: bool = True
 
     may_shard_later = True
-    watch = "tfscale.measure.auto:AutoWatch"
+    is_measured = True
 
     def __post_init__(self) -> None:
         fits = self.global_batch is None or self.global_batch > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -37,11 +37,11 @@ class Exchange(abc.ABC):
     """A strategy: an immutable description of an exchange, compiled to plans."""
 
     is_sharding: bool = False  # whether ranks may update parts of parameters
-    may_shard_later: ClassVar[bool] = False  # whether a `watch` may choose a sharding strategy
+    may_shard_later: ClassVar[bool] = False  # whether measured steps may lead to a sharding one
     # Whether a sharded step waits for the gathers that it has posted; False leaves that to readers.
     waits_for_gathers: bool = True
     needs_prepared: str = ""  # the option that needs a prepared model
-    watch: str = ""  # module and class of the strategy's `Watch`; empty for none
+    is_measured: bool = False  # whether steps are measured, after which another strategy may follow
     global_batch: int | None = None  # samples of all ranks together, if the user gave it
     trains_apart: ClassVar[bool] = False  # whether groups of ranks may hold different weights
     outcome: Any = None  # times of a measured plan; None for most strategies
@@ -89,34 +89,6 @@ class Exchange(abc.ABC):
             PlanError: The strategy does not fit the model.
         """
         return [("weights", "") for _ in layers]
-
-
-class Watch(abc.ABC):
-    """Measurements over the steps of `fit`, after which the strategy may change."""
-
-    may_cut: bool  # whether it may return a strategy that shards parameters
-
-    def __init__(
-        self, strategy: Any, layers: Sequence[str], model: Any, why_uncut: Callable[[Any], str]
-    ) -> None:
-        """Begin; `layers` are the paths of those that own exchanged variables."""
-        self._strategy, self._layers = strategy, list(layers)
-        self._model, self._why_uncut = model, why_uncut
-        self._data: Any = None
-        self._callbacks: Sequence[Any] = ()
-        self._course = self._run()
-
-    def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
-        """Count a step; return the strategy for the next step if it changes. Collective.
-
-        `data` and `callbacks` are those of the `fit`; None and empty outside of `fit`.
-        """
-        self._data, self._callbacks = data, callbacks
-        return next(self._course)
-
-    @abc.abstractmethod
-    def _run(self) -> Iterator[Exchange | None]:
-        """Yield the strategy of the next step if it changes; resumed after that step."""
 
 
 def resolve(exchange: Any) -> Exchange:

@@ -82,7 +82,7 @@ class Chunked(Exchange):
         return compile_plan(table, self._chunks, overlap=self.overlap)
 
     def _chunks(self, specs: list[GradientSpec]) -> tuple[Bucket, ...]:
-        if self.chunks in (1, "per_layer") or self._is_measured:
+        if self.chunks in (1, "per_layer") or self.is_measured:
             return build_chunks(specs, 1, self.chunks if self.chunks == 1 else "per_layer")
         owners = list(dict.fromkeys(owner_of(spec.name) for spec in specs))
         n_first = self._n_first(owners)
@@ -110,14 +110,10 @@ class Chunked(Exchange):
         return len(owners) - found[0]
 
     @property
-    def _is_measured(self) -> bool:
-        return self.first_chunk_layers == "auto" and self.first_chunk_from is None
-
-    @property
-    def watch(self) -> str:  # type: ignore[override]
-        """The watch that measures the boundary of the first chunk, if it is "auto"."""
-        is_open = self._is_measured and self.chunks not in (1, "per_layer")
-        return "tfscale.measure.auto:FirstChunkWatch" if is_open else ""
+    def is_measured(self) -> bool:  # type: ignore[override]
+        """Whether the boundary of the first chunk is measured: it is "auto"."""
+        is_open = self.first_chunk_layers == "auto" and self.first_chunk_from is None
+        return is_open and self.chunks not in (1, "per_layer")
 
     @property
     def needs_prepared(self) -> str:  # type: ignore[override]

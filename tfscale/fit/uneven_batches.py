@@ -24,6 +24,7 @@ from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
 from tfscale.internals.keras import stop_training
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
+from tfscale.measure.auto import after_step
 from tfscale.optimizer.distributed import (
     DistributedOptimizer,
     accumulators,
@@ -315,7 +316,7 @@ class GuardedStep:
             session.note_step()
         distributed = distributed_of(model.optimizer)
         around = () if session is None else (session.data, session.callbacks)
-        if distributed is not None and distributed.after_step(*around):
+        if distributed is not None and after_step(distributed, *around):
             model.make_train_function(force=True)
         return self._last_logs
 

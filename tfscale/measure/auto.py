@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import logging
 import math
 import statistics
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -15,17 +16,17 @@ import keras
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.events import has_events
-from tfscale.config import PlanError
+from tfscale.config import ConfigError, PlanError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto, Outcome, per_layer, strategy_of
-from tfscale.exchange.base import Exchange, Watch
+from tfscale.exchange.base import Exchange
 from tfscale.exchange.chunked import Chunked
 from tfscale.internals.keras import layers_of
 from tfscale.internals.optimizers import update_rule
 from tfscale.measure import layer_times
 from tfscale.measure.model_layers import read_layers
-from tfscale.optimizer.distributed import accumulators
+from tfscale.optimizer.distributed import accumulators, distributed_of
 from tfscale.optimizer.rules import LAYERWISE
 from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
 from tfscale.plan.choose import Choice, best_first_chunk, choose
@@ -39,6 +40,34 @@ logger = logging.getLogger("tfscale")
 T = TypeVar("T")
 # Yields the strategy of the next step if it changes, and is resumed after that step.
 Course = Generator[Exchange | None, None, T]
+
+
+class Watch(abc.ABC):
+    """Measurements over the steps of `fit`, after which the strategy may change."""
+
+    may_cut: bool  # whether it may return a strategy that shards parameters
+
+    def __init__(
+        self, strategy: Any, layers: Sequence[str], model: Any, why_uncut: Callable[[Any], str]
+    ) -> None:
+        """Begin; `layers` are the paths of those that own exchanged variables."""
+        self._strategy, self._layers = strategy, list(layers)
+        self._model, self._why_uncut = model, why_uncut
+        self._data: Any = None
+        self._callbacks: Sequence[Any] = ()
+        self._course = self._run()
+
+    def step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> Exchange | None:
+        """Count a step; return the strategy for the next step if it changes. Collective.
+
+        `data` and `callbacks` are those of the `fit`; None and empty outside of `fit`.
+        """
+        self._data, self._callbacks = data, callbacks
+        return next(self._course)
+
+    @abc.abstractmethod
+    def _run(self) -> Iterator[Exchange | None]:
+        """Yield the strategy of the next step if it changes; resumed after that step."""
 
 
 class FirstChunkWatch(Watch):
@@ -312,3 +341,37 @@ def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
         for tried, plan_s in trials
     ]
     return ", ".join(words)
+
+
+_WATCHES = {Auto: AutoWatch, Chunked: FirstChunkWatch}
+
+
+def watch_for(strategy: Exchange, *arguments: Any) -> Watch:
+    """Return the watch of a strategy that measures steps; see `Watch` for the arguments."""
+    return _WATCHES[type(strategy)](strategy, *arguments)
+
+
+def after_step(optimizer: Any, data: Any = None, callbacks: Sequence[Any] = ()) -> bool:
+    """Let an exchange that measures steps, such as "auto", observe a step. Collective.
+
+    `fit` calls this after each step; a custom training loop with `exchange="auto"` must do the
+    same, on every rank.
+
+    Args:
+        optimizer: The `DistributedOptimizer` that has made the step.
+        data: The data of `fit`; the plan is made for the batch size of a `GlobalBatches`.
+        callbacks: The callbacks of `fit`.
+
+    Returns:
+        Whether the step must be traced again, since the exchange has changed.
+
+    Raises:
+        ConfigError: `optimizer` is not a DistributedOptimizer.
+    """
+    distributed = distributed_of(optimizer)
+    if distributed is None:
+        raise ConfigError(
+            "optimizer must be a tfscale.DistributedOptimizer. Received: "
+            f"{type(optimizer).__name__}. Wrap the optimizer."
+        )
+    return distributed.after_step(watch_for, data, callbacks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tfscale.comm.compression import Compression
 from tfscale.comm.runtime import Average, ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
-from tfscale.exchange.base import Exchange, Watch, load, resolve
+from tfscale.exchange.base import Exchange, resolve
 from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Request
 from tfscale.exchange.plan import GradientOptions
@@ -67,7 +67,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
     _self_bound: Bound
     _self_accumulator: Accumulator | None
-    _self_watch: Watch | None
+    _self_watch: Any  # of an exchange that measures steps; None until one is seen
 
     def __init__(
         self,
@@ -295,26 +295,29 @@ class DistributedOptimizer(wrapt.ObjectProxy):
 
     # Strategies that change
 
-    def after_step(self, data: Any = None, callbacks: Sequence[Any] = ()) -> bool:
-        """Let an exchange that measures steps, such as "auto", observe a step. Collective.
-
-        `fit` calls this after each step; a custom training loop with `exchange="auto"` must do the
-        same.
+    def after_step(
+        self, make_watch: Callable[..., Any], data: Any = None, callbacks: Sequence[Any] = ()
+    ) -> bool:
+        """Let an exchange that measures steps see one; see `tfscale.after_step`. Collective.
 
         Args:
-            data: The data of `fit`; the plan is made for the batch size of a `GlobalBatches`.
+            make_watch: Makes what measures (`measure.auto.watch_for`) from the strategy, the paths
+                of the layers that exchange gradients, the model, and a function that returns why
+                the parameters of a model cannot be cut.
+            data: The data of `fit`.
             callbacks: The callbacks of `fit`.
 
         Returns:
             Whether the step must be traced again.
         """
         bound = self._ready()
-        if self._self_watch is None and bound.strategy.watch:
+        if self._self_watch is None and bound.strategy.is_measured:
             executor = bound.executor
             shared = [name_of(v) for v in bound.variables if not executor.is_local(v)]
-            self._self_watch = load(bound.strategy.watch)(
+            layers = list(dict.fromkeys(map(owner_of, shared)))
+            self._self_watch = make_watch(
                 bound.strategy,
-                list(dict.fromkeys(map(owner_of, shared))),
+                layers,
                 executor.dense.model,
                 lambda model: self._ready().why_not_cut(model),
             )
