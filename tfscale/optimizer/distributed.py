@@ -172,17 +172,14 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             # Layers that exchange activations have weighted what they sent.
             pairs = zip(grads, variables, strict=True)
             grads = [shares.weighted(g) if use_of(v) == "plain" else g for g, v in pairs]
-
-        def exchange(gradients: Sequence[Any]) -> None:
-            if self._self_bound.executor.process_set.size() > 1:
-                refuse_outer_scaler(DistributedOptimizer)
-            self._ready(variables).step(gradients, variables)
-
+        if self._self_bound.executor.process_set.size() > 1:
+            refuse_outer_scaler(DistributedOptimizer)
+        bound = self._self_bound
         if self._self_accumulator is None:
-            exchange(list(grads))
+            bound.step(list(grads), variables)
             return
         rule = update_rule(self.__wrapped__)
-        self._self_accumulator.add(grads, variables, rule, on_full=exchange)
+        self._self_accumulator.add(grads, variables, rule, lambda sums: bound.step(sums, variables))
 
     def note_compared(self) -> None:
         """Note that a `fit` has compared the ranks, so that the first step need not."""
