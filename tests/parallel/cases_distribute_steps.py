@@ -13,7 +13,14 @@ from keras import layers
 import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import float64, outcome, require_error
-from tests.parallel.cases_distribute import ROWS, TARGETS, distributed, require_equal_runs, results
+from tests.parallel.cases_distribute import (
+    ROWS,
+    SEED,
+    TARGETS,
+    distributed,
+    require_equal_runs,
+    results,
+)
 from tfscale.testing import require_close
 
 keras_random = keras.random
@@ -50,6 +57,39 @@ def fit_steps(steps, batches=None, **options):
     history = model.fit(batches, epochs=2, verbose=0)
     arrays = [np.array(history.history["norm"])]
     return [v.numpy() for net in model.nets for v in net.variables] + arrays
+
+
+def fit_own_step():
+    """Train a model that was given its step; return weights, losses and rows of each trace."""
+    model = dense()
+    n_rows = []
+
+    def step(rows):
+        n_rows.append(rows.shape[0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(row_losses(model, rows))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"norm": loss}
+
+    model.compile(keras.optimizers.SGD(0.1))
+    model.train_step = step
+    batches = tf.data.Dataset.from_tensor_slices(ROWS).batch(6, drop_remainder=True)
+    history = model.fit(batches, epochs=2, verbose=0)
+    return [v.numpy() for v in model.variables] + [np.array(history.history["norm"])], n_rows
+
+
+@sizes(2, 3, timeout_s=120)
+def case_a_step_given_to_the_model():
+    """Each rank computes its rows with it."""
+    with float64():
+        keras.utils.set_random_seed(SEED)
+        alone, _ = fit_own_step()
+        keras.utils.set_random_seed(SEED)
+        with distributed():
+            ours, n_rows = fit_own_step()
+    require_close(ours, alone)
+    assert n_rows and n_rows[-1] != 6, n_rows
 
 
 # Targets of tapes.

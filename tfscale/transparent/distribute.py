@@ -11,7 +11,6 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -42,11 +41,7 @@ from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import running_session
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
-from tfscale.internals.keras import (
-    drop_functions,
-    layers_of,
-    wrap_once,
-)
+from tfscale.internals.keras import drop_functions, layers_of, replace_methods, restore_methods
 from tfscale.internals.optimizers import (
     inner_optimizers,
     is_wrapped,
@@ -144,6 +139,8 @@ class Distributed:
         # Of each model, the batches of each kind of step.
         self._models: weakref.WeakKeyDictionary[keras.Model, dict[str, BatchComparison]]
         self._models = weakref.WeakKeyDictionary()
+        self._own_steps: weakref.WeakKeyDictionary[keras.Model, dict[str, Any]]
+        self._own_steps = weakref.WeakKeyDictionary()
         self._updated_by: weakref.WeakSet[Any] = weakref.WeakSet()  # rules inside of wrappers
         self._stdout: int | None = None
         self._environment: dict[str, str | None] = {}  # what was there before
@@ -191,8 +188,8 @@ class Distributed:
         replace_environment(self._environment)
         for model in self._models:
             forget(model)  # first: it puts back the steps that were there before it
-            for name in (*_STEPS, "save", "save_weights"):
-                vars(model).pop(name, None)
+            restore_methods(model, *_STEPS, "save", "save_weights")
+            replace_methods(model, **self._own_steps[model])
             drop_functions(model)
         if self._stdout is not None:
             sys.stdout.flush()
@@ -221,8 +218,13 @@ class Distributed:
             _refuse_stateful(model)
             forget(model)
             self._models[model] = looks = {name: BatchComparison() for name in _STEPS}
-            for name, wrap in _STEPS.items():
-                wrap_once(model, name, functools.partial(wrap, look=self._look(looks[name])))
+            # A script may have given the model a step of its own: `model.train_step = step`.
+            self._own_steps[model] = {n: s for n, s in vars(model).items() if n in _STEPS}
+            steps_of_shares = {
+                name: wrap(getattr(model, name), look=self._look(looks[name]))
+                for name, wrap in _STEPS.items()
+            }
+            replace_methods(model, **steps_of_shares)
             watch(model)
             drop_functions(model)
         return self._models[model]
