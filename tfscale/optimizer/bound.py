@@ -168,6 +168,12 @@ class Bound:
         futures.attach(model, shards.cut, shards.refresh)
         return replace(self, waits=False)
 
+    def with_outcome(self, strategy: Exchange) -> Bound:
+        """Return it with an equal strategy that has the measured outcome of its plan."""
+        is_as_chosen = self.executor.strategy == self.strategy
+        running = strategy if is_as_chosen else strategy.whole()
+        return replace(self, strategy=strategy, executor=replace(self.executor, strategy=running))
+
     def close(self) -> None:
         """Make the variables ordinary, before the optimizer is built on others."""
         shards = self.executor.shards

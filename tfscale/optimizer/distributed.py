@@ -224,16 +224,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             variables, state = before.variables, before.kept.gather()
             before.close()
         is_same = before.is_ready and groups is None and before.kept is None and may_cut
-        bound = (
-            before
-            if is_same and strategy == before.strategy
-            else before.among(strategy, groups, may_cut)
-        )
+        bound = before
+        if not is_same or strategy != before.strategy:
+            bound = before.among(strategy, groups, may_cut)
         if variables is not None and state is None and rule.built and bound.is_cutting:
             with tf.init_scope():  # this may be the first step, for example of a loaded model
-                if (
-                    not self.__wrapped__.built
-                ):  # loss scaling that `compile` has put around it since
+                if not self.__wrapped__.built:  # `compile` has put loss scaling around it
                     self.__wrapped__.build(trained_by(rule))
                 variables, state = trained_by(rule), [v.numpy() for v in self.__wrapped__.variables]
         if variables is not None:
@@ -324,8 +320,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             return False
         bound = self._ready()
         if strategy == bound.strategy:  # only its outcome differs
-            executor = replace(bound.executor, strategy=strategy)
-            self._self_bound = replace(bound, strategy=strategy, executor=executor)
+            self._self_bound = bound.with_outcome(strategy)
             return False
         self.undo_shards()
         self._bind(strategy)
