@@ -239,6 +239,39 @@ def common_length(x, seed):
     return x, tf.ones_like(x) * tf.reduce_sum(drawn)
 
 
+# TensorFlow's own draws go on from a state of each op.
+
+
+def normals(x, seed):
+    both = tf.concat([x, -x], 0)
+    wide = tf.random.normal((tf.shape(both)[0], 2), 1.0, 2.0, x.dtype)
+    return both, wide + tf.random.truncated_normal(tf.shape(both)[:1], dtype=x.dtype)[:, None]
+
+
+def uniforms(x, seed):
+    numbers = tf.random.uniform((tf.shape(x)[0], 3), 0, 7, tf.int64)
+    return x, tf.cast(numbers, x.dtype) + tf.random.uniform(tf.shape(x[:, :1]), dtype=x.dtype)
+
+
+def counts(x, seed):
+    gammas = tf.random.gamma(tf.shape(x)[:1], [0.5, 2.0], dtype=x.dtype)
+    return x, gammas + tf.random.poisson(tf.shape(x)[:1], [4.0, 1.0], x.dtype)
+
+
+def categories(x, seed):
+    return x, tf.cast(tf.random.categorical(x, 2), x.dtype)
+
+
+def dropped(x, seed):
+    both = tf.repeat(x, 2, axis=0)
+    return both, tf.nn.dropout(both, 0.4)
+
+
+def common_normal(x, seed):
+    return x, tf.ones_like(x) * tf.random.normal((1, 5), dtype=x.dtype)
+
+
+TENSORFLOW_DRAWS = (normals, uniforms, counts, categories, dropped, common_normal)
 BLOCKS = (joined_labels, three_blocks, tiled, computed_number, joined_categories)
 DRAWS = (*BLOCKS, repeated, merged_axes, rows_only, joined_dropout, integers, common)
 
@@ -259,7 +292,12 @@ def case_random_numbers_for_several_blocks_of_rows():
     in_tens = tf.data.Dataset.from_tensor_slices(ROWS[:30]).batch(10)
     static = (joined_labels, repeated, weights_noise, rows_only, joined_dropout, joined_categories)
     with float64():
-        for draws, batches in ((DRAWS, None), (static, fixed), ((common_length,), in_tens)):
+        for draws, batches in (
+            (DRAWS, None),
+            (TENSORFLOW_DRAWS, None),
+            (static, fixed),
+            ((common_length,), in_tens),
+        ):
             steps = [noisy(draw) for draw in draws]
             require_equal_runs(lambda steps=steps, batches=batches: fit_steps(steps, batches))
 
