@@ -28,6 +28,7 @@ class Stepper(keras.Model):
         self.steps = steps
         self.nets = [step_net() for _, step_net in steps]
         self.seeds = keras_random.SeedGenerator(7)
+        self.numbers = tf.random.Generator.from_seed(7)
 
     def train_step(self, rows):
         pairs = []
@@ -286,6 +287,12 @@ def noisy(draw):
     return step, lambda: dense(1)
 
 
+def by_generator(model, net, x):
+    drawn = model.numbers.normal(shape=(tf.shape(x)[0], 2), dtype=x.dtype)
+    drawn += model.numbers.uniform([tf.shape(x)[0], 1], dtype=x.dtype)
+    return noisy(lambda x, _: (x, drawn))[0](model, net, x)
+
+
 @sizes(2, 3, timeout_s=240)
 def case_random_numbers_for_several_blocks_of_rows():
     fixed = tf.data.Dataset.from_tensor_slices(ROWS).batch(6, drop_remainder=True)
@@ -298,7 +305,7 @@ def case_random_numbers_for_several_blocks_of_rows():
             (static, fixed),
             ((common_length,), in_tens),
         ):
-            steps = [noisy(draw) for draw in draws]
+            steps = [noisy(draw) for draw in draws] + [(by_generator, lambda: dense(1))]
             require_equal_runs(lambda steps=steps, batches=batches: fit_steps(steps, batches))
 
 

@@ -5,8 +5,8 @@ and `predict_step` of one model; `BatchNormalization._moments`;
 `keras.src.losses.loss.reduce_weighted_values` and `apply_mask`;
 `keras.src.losses.losses.LossFunctionWrapper`, its `fn` and `_fn_kwargs`; the functions of
 `keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`;
-`keras.src.backend.config.keras_home`. Of TensorFlow 2.18 and 2.21: `tf.train.Checkpoint._write`, the
-functions of `gen_random_ops`, which `tf.random`, `tf.image.random_*` and `tf.nn` call.
+`keras.src.backend.config.keras_home`. Of TensorFlow 2.18 and 2.21: `tf.train.Checkpoint._write`,
+and functions of `gen_random_ops`, which `tf.random`, `tf.image.random_*` and `tf.nn` call.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ _STATELESS: dict[str, Callable[..., Any]] = {
     "random_shuffle": lambda value, seed: tf.random.experimental.stateless_shuffle(value, seed),
 }
 _WITHOUT_SHAPE = ("multinomial", "random_shuffle")
+_OF_GENERATOR = ("normal", "uniform", "truncated_normal", "uniform_full_int")
 
 Wrap = Callable[[Any], Any]
 
@@ -161,6 +162,14 @@ class Patches:
             self.wrap(keras_random, name, shaped)
         for name in _STATELESS.keys() - _WITHOUT_SHAPE:
             self.wrap(gen_random_ops, name, shaped)
+
+        def of_generator(draw: Any) -> Any:
+            return lambda generator, *args, **kwargs: shaped(functools.partial(draw, generator))(
+                *args, **kwargs
+            )
+
+        for name in _OF_GENERATOR:
+            self.wrap(tf.random.Generator, name, of_generator)
         self.wrap(keras_random, "dropout", dropout)
         self.wrap(keras_random, "categorical", categorical)
         self.wrap(gen_random_ops, "multinomial", categorical)
