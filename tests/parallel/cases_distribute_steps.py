@@ -240,7 +240,7 @@ def common_length(x, seed):
     return x, tf.ones_like(x) * tf.reduce_sum(drawn)
 
 
-# TensorFlow's own draws go on from a state of each op.
+# TensorFlow's own draws continue from a state of each op.
 
 
 def normals(x, seed):

@@ -34,7 +34,7 @@ from tfscale.internals.stack import is_called_by_program
 _MISSING = object()
 # Draws whose first argument is the shape of the result.
 _SHAPED = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binomial", "beta")
-# Draws of TensorFlow that go on from a state, and those of the same numbers for the same seed.
+# Draws of TensorFlow that continue from a state, and those of the same numbers for the same seed.
 _STATELESS: dict[str, Callable[..., Any]] = {
     "random_standard_normal": lambda shape, dtype, seed: tf.random.stateless_normal(
         shape, seed, dtype=dtype
@@ -175,13 +175,13 @@ class Patches:
         self.wrap(gen_random_ops, "multinomial", categorical)
 
     def wrap_stateful_draws(self, wrap: Callable[[Any, Any], Any]) -> None:
-        """Wrap the draws of TensorFlow that go on from a state.
+        """Wrap the draws of TensorFlow that continue from a state.
 
         `wrap` is given each, and one that draws the same numbers whenever it gets the same `seed`,
         of two numbers.
         """
         for name, stateless in _STATELESS.items():
-            self.wrap(gen_random_ops, name, functools.partial(wrap, stateless=stateless))
+            self.wrap(gen_random_ops, name, lambda draw, other=stateless: wrap(draw, other))
 
 
 def folder_of_downloads(cache_dir: Any) -> Path:
