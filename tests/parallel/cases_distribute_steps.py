@@ -169,6 +169,27 @@ def case_vectors_are_targets_of_tapes():
         require_equal_runs(lambda: fit_steps(some[:1], run_eagerly=True))
 
 
+class Adding(layers.Layer):
+    """A loss for each row, as those of CTC, and a mean."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.sum(x**2, axis=1, keepdims=True))
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.abs(x)))
+        return x
+
+
+@sizes(2, 3)
+def case_losses_that_layers_add_are_vectors():
+    def train():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(3), Adding(), layers.Dense(2)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        fitted = model.fit(ROWS, TARGETS, 9, epochs=2, validation_split=0.2, verbose=0)
+        return results(model, fitted)
+
+    with float64():
+        require_equal_runs(train)
+
+
 # Random numbers. Each draw trains a net of its own, so that all are seen in one model.
 
 

@@ -1,7 +1,7 @@
 """Patches of Keras's classes and modules, for `tfscale.distribute`, and the way to undo them.
 
 Private names used here, checked with Keras 3.10 and 3.15: the attributes `train_step`, `test_step`
-and `predict_step` of one model; `BatchNormalization._moments`;
+and `predict_step` of one model; `Model._aggregate_additional_loss`; `BatchNormalization._moments`;
 `keras.src.losses.loss.reduce_weighted_values` and `apply_mask`;
 `keras.src.losses.losses.LossFunctionWrapper`, its `fn` and `_fn_kwargs`; the functions of
 `keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`;
@@ -136,6 +136,10 @@ class Patches:
     def wrap_reduction(self, wrap: Wrap) -> None:
         """Wrap `reduce_weighted_values`, with which all losses make a number of their values."""
         self.wrap(keras_losses, "reduce_weighted_values", wrap)
+
+    def wrap_added_losses(self, wrap: Wrap) -> None:
+        """Wrap the method (self, loss) of models that adds up what `add_loss` was given."""
+        self.wrap(keras.Model, "_aggregate_additional_loss", wrap)
 
     def wrap_losses(self, wrap: Wrap) -> None:
         """Wrap the method (self, y_true, y_pred) of losses made of a function."""
