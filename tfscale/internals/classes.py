@@ -184,8 +184,12 @@ class Patches:
         `wrap` is given each, and one that draws the same numbers whenever it gets the same `seed`,
         of two numbers.
         """
+
+        def with_other(stateless: Any) -> Wrap:
+            return lambda draw: wrap(draw, stateless)
+
         for name, stateless in _STATELESS.items():
-            self.wrap(gen_random_ops, name, lambda draw, other=stateless: wrap(draw, other))
+            self.wrap(gen_random_ops, name, with_other(stateless))
 
 
 def folder_of_downloads(cache_dir: Any) -> Path:

@@ -159,8 +159,9 @@ def _added_over_ranks(add_up: Any) -> Any:
     def add_up_over_ranks(self: Any, loss: Any) -> Any:
         share = shares.current()
         total = add_up(self, loss)
-        is_of_rows = share is not None and _has_row_values(loss, share)
-        return total * _share_of_sum(share, total.dtype) if is_of_rows else total
+        if share is None or not _has_row_values(loss, share):
+            return total
+        return total * _share_of_sum(share, total.dtype)
 
     return add_up_over_ranks
 
