@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from tensorflow.python.ops import gen_random_ops
 
 import tfscale
 from tests.helpers.cases import sizes
@@ -521,6 +522,7 @@ def case_undo_restores_keras():
         (keras.Variable, "assign"),
         (tf.GradientTape, "gradient"),
         (tf, "shape"),
+        (gen_random_ops, "random_uniform"),
         (keras.saving, "save_model"),
         (keras.export.ExportArchive, "write_out"),
         (layers.BatchNormalization, "_moments"),

@@ -35,6 +35,7 @@ class Stepper(keras.Model):
         self.steps = steps
         self.nets = [step_net() for _, step_net in steps]
         self.seeds = keras_random.SeedGenerator(7)
+        self.numbers = tf.random.Generator.from_seed(7)
 
     def train_step(self, rows):
         pairs = []
@@ -208,6 +209,27 @@ def case_vectors_are_targets_of_tapes():
         require_equal_runs(lambda: fit_steps(some[:1], run_eagerly=True))
 
 
+class Adding(layers.Layer):
+    """A loss for each row, as those of CTC, and a mean."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.sum(x**2, axis=1, keepdims=True))
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.abs(x)))
+        return x
+
+
+@sizes(2, 3)
+def case_losses_that_layers_add_are_vectors():
+    def train():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(3), Adding(), layers.Dense(2)])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        fitted = model.fit(ROWS, TARGETS, 9, epochs=2, validation_split=0.2, verbose=0)
+        return results(model, fitted)
+
+    with float64():
+        require_equal_runs(train)
+
+
 # Random numbers. Each draw trains a net of its own, so that all are seen in one model.
 
 
@@ -279,6 +301,39 @@ def common_length(x, seed):
     return x, tf.ones_like(x) * tf.reduce_sum(drawn)
 
 
+# TensorFlow's own draws continue from a state of each op.
+
+
+def normals(x, seed):
+    both = tf.concat([x, -x], 0)
+    wide = tf.random.normal((tf.shape(both)[0], 2), 1.0, 2.0, x.dtype)
+    return both, wide + tf.random.truncated_normal(tf.shape(both)[:1], dtype=x.dtype)[:, None]
+
+
+def uniforms(x, seed):
+    numbers = tf.random.uniform((tf.shape(x)[0], 3), 0, 7, tf.int64)
+    return x, tf.cast(numbers, x.dtype) + tf.random.uniform(tf.shape(x[:, :1]), dtype=x.dtype)
+
+
+def counts(x, seed):
+    gammas = tf.random.gamma(tf.shape(x)[:1], [0.5, 2.0], dtype=x.dtype)
+    return x, gammas + tf.random.poisson(tf.shape(x)[:1], [4.0, 1.0], x.dtype)
+
+
+def categories(x, seed):
+    return x, tf.cast(tf.random.categorical(x, 2), x.dtype)
+
+
+def dropped(x, seed):
+    both = tf.repeat(x, 2, axis=0)
+    return both, tf.nn.dropout(both, 0.4)
+
+
+def common_normal(x, seed):
+    return x, tf.ones_like(x) * tf.random.normal((1, 5), dtype=x.dtype)
+
+
+TENSORFLOW_DRAWS = (normals, uniforms, counts, categories, dropped, common_normal)
 BLOCKS = (joined_labels, three_blocks, tiled, computed_number, joined_categories)
 DRAWS = (*BLOCKS, repeated, merged_axes, rows_only, joined_dropout, integers, common)
 
@@ -293,14 +348,25 @@ def noisy(draw):
     return step, lambda: dense(1)
 
 
+def by_generator(model, net, x):
+    drawn = model.numbers.normal(shape=(tf.shape(x)[0], 2), dtype=x.dtype)
+    drawn += model.numbers.uniform([tf.shape(x)[0], 1], dtype=x.dtype)
+    return noisy(lambda x, _: (x, drawn))[0](model, net, x)
+
+
 @sizes(2, 3, timeout_s=240)
 def case_random_numbers_for_several_blocks_of_rows():
     fixed = tf.data.Dataset.from_tensor_slices(ROWS).batch(6, drop_remainder=True)
     in_tens = tf.data.Dataset.from_tensor_slices(ROWS[:30]).batch(10)
     static = (joined_labels, repeated, weights_noise, rows_only, joined_dropout, joined_categories)
     with float64():
-        for draws, batches in ((DRAWS, None), (static, fixed), ((common_length,), in_tens)):
-            steps = [noisy(draw) for draw in draws]
+        for draws, batches in (
+            (DRAWS, None),
+            (TENSORFLOW_DRAWS, None),
+            (static, fixed),
+            ((common_length,), in_tens),
+        ):
+            steps = [noisy(draw) for draw in draws] + [(by_generator, lambda: dense(1))]
             require_equal_runs(lambda steps=steps, batches=batches: fit_steps(steps, batches))
 
 

@@ -1,11 +1,12 @@
 """Patches of Keras's classes and modules, for `tfscale.distribute`, and the way to undo them.
 
 Private names used here, checked with Keras 3.10 and 3.15: the attributes `train_step`, `test_step`
-and `predict_step` of one model; `BatchNormalization._moments`;
+and `predict_step` of one model; `Model._aggregate_additional_loss`; `BatchNormalization._moments`;
 `keras.src.losses.loss.reduce_weighted_values` and `apply_mask`;
 `keras.src.losses.losses.LossFunctionWrapper`, its `fn` and `_fn_kwargs`; the functions of
 `keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`;
-`keras.src.backend.config.keras_home`. Of TensorFlow 2.18 and 2.21: `tf.train.Checkpoint._write`.
+`keras.src.backend.config.keras_home`. Of TensorFlow 2.18 and 2.21: `tf.train.Checkpoint._write`,
+and functions of `gen_random_ops`, which `tf.random`, `tf.image.random_*` and `tf.nn` call.
 """
 
 from __future__ import annotations
@@ -26,12 +27,40 @@ from keras.src.backend.config import keras_home
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_losses
 from keras.src.losses.losses import LossFunctionWrapper
+from tensorflow.python.ops import gen_random_ops
 
 from tfscale.internals.stack import is_called_by_program
 
 _MISSING = object()
 # Draws whose first argument is the shape of the result.
 _SHAPED = ("normal", "uniform", "truncated_normal", "randint", "gamma", "binomial", "beta")
+# Draws of TensorFlow that continue from a state, and those of the same numbers for the same seed.
+_STATELESS: dict[str, Callable[..., Any]] = {
+    "random_standard_normal": lambda shape, dtype, seed: tf.random.stateless_normal(
+        shape, seed, dtype=dtype
+    ),
+    "truncated_normal": lambda shape, dtype, seed: tf.random.stateless_truncated_normal(
+        shape, seed, dtype=dtype
+    ),
+    "random_uniform": lambda shape, dtype, seed: tf.random.stateless_uniform(
+        shape, seed, dtype=dtype
+    ),
+    "random_uniform_int": lambda shape, least, end, seed: tf.random.stateless_uniform(
+        shape, seed, least, end, least.dtype
+    ),
+    "random_gamma": lambda shape, alpha, seed: tf.random.stateless_gamma(
+        tf.concat([shape, tf.shape(alpha)], 0), seed, alpha, dtype=alpha.dtype
+    ),
+    "random_poisson_v2": lambda shape, rate, dtype, seed: tf.random.stateless_poisson(
+        tf.concat([shape, tf.shape(rate)], 0), seed, rate, dtype
+    ),
+    "multinomial": lambda logits, num_samples, output_dtype, seed: tf.random.stateless_categorical(
+        logits, num_samples, seed, output_dtype
+    ),
+    "random_shuffle": lambda value, seed: tf.random.experimental.stateless_shuffle(value, seed),
+}
+_WITHOUT_SHAPE = ("multinomial", "random_shuffle")
+_OF_GENERATOR = ("normal", "uniform", "truncated_normal", "uniform_full_int")
 
 Wrap = Callable[[Any], Any]
 
@@ -108,6 +137,10 @@ class Patches:
         """Wrap `reduce_weighted_values`, with which all losses make a number of their values."""
         self.wrap(keras_losses, "reduce_weighted_values", wrap)
 
+    def wrap_added_losses(self, wrap: Wrap) -> None:
+        """Wrap the method (self, loss) of models that adds up what `add_loss` was given."""
+        self.wrap(keras.Model, "_aggregate_additional_loss", wrap)
+
     def wrap_losses(self, wrap: Wrap) -> None:
         """Wrap the method (self, y_true, y_pred) of losses made of a function."""
         self.wrap(LossFunctionWrapper, "call", wrap)
@@ -131,8 +164,32 @@ class Patches:
         """Wrap the draws of random numbers: of a shape, of dropout, and of logits."""
         for name in _SHAPED:
             self.wrap(keras_random, name, shaped)
+        for name in _STATELESS.keys() - _WITHOUT_SHAPE:
+            self.wrap(gen_random_ops, name, shaped)
+
+        def of_generator(draw: Any) -> Any:
+            return lambda generator, *args, **kwargs: shaped(functools.partial(draw, generator))(
+                *args, **kwargs
+            )
+
+        for name in _OF_GENERATOR:
+            self.wrap(tf.random.Generator, name, of_generator)
         self.wrap(keras_random, "dropout", dropout)
         self.wrap(keras_random, "categorical", categorical)
+        self.wrap(gen_random_ops, "multinomial", categorical)
+
+    def wrap_stateful_draws(self, wrap: Callable[[Any, Any], Any]) -> None:
+        """Wrap the draws of TensorFlow that continue from a state.
+
+        `wrap` is given each, and one that draws the same numbers whenever it gets the same `seed`,
+        of two numbers.
+        """
+
+        def with_other(stateless: Any) -> Wrap:
+            return lambda draw: wrap(draw, stateless)
+
+        for name, stateless in _STATELESS.items():
+            self.wrap(gen_random_ops, name, with_other(stateless))
 
 
 def folder_of_downloads(cache_dir: Any) -> Path:

@@ -146,13 +146,13 @@ class Distributed:
         self._environment: dict[str, str | None] = {}  # what was there before
         if runtime.size() == 1:
             return
-        steps.patch(self._patches, batch_norm)
         # Statistics of each rank's rows give other results on purpose.
         verify = "off" if batch_norm == "local" else verify
         self._verifier = Verifier(
             verify, lambda model, step, batch: self._prepare(model)[step].require_same(batch)
         )
         self._verifier.patch(self._patches)
+        steps.patch(self._patches, batch_norm)  # last: draws are repeated for the whole batch
         self._patches.wrap_model(
             fit=self._fit,
             evaluate=self._evaluate,

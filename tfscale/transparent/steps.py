@@ -6,7 +6,8 @@ rank's rows. Within them, and only there,
 * losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
   sums, Dice);
 * means of scalars weigh a rank by its rows, and so does the optimizer (`exchange/batch_shares.py`);
-* `tape.gradient` of one value for each row is that of a sum, which no rank's weight divides;
+* `tape.gradient` of one value for each row is that of a sum, which no rank's weight divides, and so
+  is the loss by `add_loss` with one value for each row;
 * BatchNormalization uses the statistics of the whole batch;
 * random numbers are drawn for the whole batch, and each rank takes those of its rows;
 * metrics do not change on a rank that has no rows, and computes one that does not count.
@@ -39,6 +40,7 @@ _GATHERED = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64
 def patch(patches: Patches, batch_norm: str) -> None:
     """Patch what steps call; without effect outside of steps."""
     patches.wrap_reduction(_reduced_over_ranks)
+    patches.wrap_added_losses(_added_over_ranks)
     patches.wrap_losses(_of_whole_batch)
     patches.wrap_means(_weighted_mean)
     patches.wrap(keras.Variable, "assign", _of_rows_that_count)
@@ -149,6 +151,19 @@ def _share_of_sum(share: Share, dtype: Any) -> tf.Tensor:
     over all rows of the ranks' sums times this factor. It is 0 without rows.
     """
     return tf.math.divide_no_nan(tf.cast(share.total, dtype), tf.cast(share.rows, dtype))
+
+
+def _added_over_ranks(add_up: Any) -> Any:
+    """Make the sum of a value for each row, as given to `add_loss`, that over all rows."""
+
+    def add_up_over_ranks(self: Any, loss: Any) -> Any:
+        share = shares.current()
+        total = add_up(self, loss)
+        if share is None or not _has_row_values(loss, share):
+            return total
+        return total * _share_of_sum(share, total.dtype)
+
+    return add_up_over_ranks
 
 
 def _of_whole_batch(call: Any) -> Any:

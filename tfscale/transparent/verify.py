@@ -107,6 +107,7 @@ class Verifier:
         patches.wrap(DistributedOptimizer, "apply", self.recording)
         # Sums of scaled 16-bit gradients overflow, more or less early in batches of other sizes.
         patches.wrap(keras.optimizers.LossScaleOptimizer, "scale_loss", self._unscaled)
+        patches.wrap_stateful_draws(self._repeating)
 
     def recording(self, apply: Any) -> Any:
         """Wrap the `apply` of optimizers: while a step is tried, record its gradients instead."""
@@ -130,6 +131,18 @@ class Verifier:
             return scale_loss(optimizer, loss) if self._trial is None else loss
 
         return scale_or_not
+
+    def _repeating(self, draw: Any, stateless: Any) -> Any:
+        """Let draws of both ways to compute a step give the same numbers, and move no state."""
+
+        def draw_or_repeat(
+            *args: Any, seed: int = 0, seed2: int = 0, name: str | None = None, **kwargs: Any
+        ) -> Any:
+            if self._trial is None:
+                return draw(*args, seed=seed, seed2=seed2, name=name, **kwargs)
+            return stateless(*args, seed=(seed, seed2), **kwargs)
+
+        return draw_or_repeat
 
     def _checking(self, kind: Kind) -> Callable[[Any], Any]:
         name = f"{kind}_function"
@@ -416,8 +429,8 @@ class _Trial:
             self.reason = f"its op {outside[0]} acts outside of the step, and would act twice"
         elif drawing := sorted(ops & {*_UNREPEATABLE}):
             self.reason = (
-                f"it draws random numbers by {drawing[0]}, as tf.random does, which cannot be "
-                "drawn again; use keras.random with a keras.random.SeedGenerator"
+                f"it draws random numbers by {drawing[0]}, which cannot be drawn again; use the "
+                "functions of keras.random or tf.random"
             )
         elif not self._is_shared and any(op.startswith(_COLLECTIVES) for op in ops - _ALONE):
             self.reason = "it calls collectives itself"
