@@ -1,4 +1,4 @@
-"""Two hosts of two ranks on bad links: they start, and training gives what it gives on good ones."""
+"""Two hosts of two ranks on bad links: training gives what it gives on good ones."""
 
 import itertools
 import os

@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def quality(self) -> Quality:
-        """What netem, or `wire` in its place, does to packets."""
+        """The quality of the links, for netem or for `wire` in its place."""
         return Quality(self.delay_ms, self.loss_percent, self.reorder_percent)
 
 

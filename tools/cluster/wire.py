@@ -1,4 +1,4 @@
-"""What stands between links and the bridge where the kernel cannot delay packets: a program.
+"""A program between links and the bridge, for kernels that cannot delay packets.
 
     python -m tools.cluster.wire SOCKET port0:inner0 port1:inner1 ...
 
