@@ -125,7 +125,7 @@ def unshape_commands(layout: Layout) -> list[Command]:
 
 
 def probe_commands(layout: Layout) -> list[Command]:
-    """Return what fails where the kernel has no netem, and leaves nothing behind."""
+    """Return what fails where the kernel has no netem, and changes nothing."""
     start = ["tc", "-n", layout.bridge_namespace, "qdisc"]
     return [
         [*start, "replace", "dev", "lo", "root", "netem"],
