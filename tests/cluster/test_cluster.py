@@ -12,8 +12,9 @@ from tests.helpers.emulated_cluster import require_cluster
 from tests.helpers.environment import QUIET
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import find_processes
-from tools.cluster import control, running
+from tools.cluster import commands, control, running
 from tools.cluster.commands import Shape
+from tools.cluster.control import existing
 from tools.cluster.state import read_state
 
 NAME = f"test{os.getpid()}"
@@ -42,6 +43,7 @@ def cluster():
     control.down(NAME)
     assert read_state(NAME) is None
     assert not list(Path("/run/netns").glob(f"tfscale-{NAME}-*"))
+    assert not find_processes(f"wire-{NAME}")
 
 
 def _environment():
@@ -60,6 +62,71 @@ def test_an_allreduce_moves_what_the_formula_says(cluster, tmp_path):
     for node, ways in result.bytes.items():
         for way, moved in ways.items():
             assert expected <= moved <= 1.1 * expected, (node, way, moved, expected)
+
+
+ANSWERS = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+    port.bind(("", 7777))
+    print("ready", flush=True)
+    while True:
+        port.sendto(*port.recvfrom(100))
+"""
+# Prints the seconds of each answer that comes; an answer to an earlier question is none.
+ASKS = """
+import socket, sys, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+    port.settimeout(1.0)
+    for i in range(int(sys.argv[2])):
+        at = time.monotonic()
+        port.sendto(str(i).encode(), (sys.argv[1], 7777))
+        try:
+            while port.recv(100) != str(i).encode():
+                pass
+            print(time.monotonic() - at)
+        except TimeoutError:
+            pass
+"""
+
+
+def test_packets_are_delayed_and_lost_while_programs_run(cluster):
+    """By the kernel's netem, or by a program where it has none."""
+    asking, answering = existing(cluster).layout.nodes
+
+    def ask(n):
+        words = (sys.executable, "-c", ASKS, answering.address, str(n))
+        command = commands.inside(asking.namespace, *words)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return [float(word) for word in done.stdout.split()]
+
+    command = commands.inside(answering.namespace, sys.executable, "-c", ANSWERS)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            control.set_shape(cluster, Shape(1e9, delay_ms=20.0))
+            # Two links, there and back.
+            assert min(ask(3)) >= 4 * 0.02
+            control.set_shape(cluster, Shape(1e9, loss_percent=30.0))
+            # Each passes with 0.7 ** 4: none or all of 40 are as good as impossible.
+            assert 0 < len(times := ask(40)) < 40 and min(times) < 4 * 0.02
+            control.set_link(cluster, 1, is_up=False)
+            assert not ask(2)
+            control.set_link(cluster, 1, is_up=True)
+            control.set_shape(cluster, Shape(1e9))
+            assert len(ask(5)) == 5
+        finally:
+            process.kill()
+
+
+def test_a_sum_is_right_on_bad_links(cluster, tmp_path):
+    control.set_shape(cluster, Shape(1e9, delay_ms=2.0, loss_percent=1.0, reorder_percent=10.0))
+    with (tmp_path / "log").open("w+") as log:
+        command = [sys.executable, "-c", ALLREDUCE]
+        result = running.run(cluster, 2, command, _environment(), log, timeout_s=300)
+        log.seek(0)
+        assert result.exit_code == 0, log.read()[-3000:]
+    control.set_shape(cluster, None)
+    assert not find_processes(f"wire-{cluster}")
 
 
 def test_ranks_that_exchange_nothing_are_noticed(cluster):

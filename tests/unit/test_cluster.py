@@ -11,6 +11,7 @@ from tfscale.config import ConfigError, ExchangeError
 from tools.cluster import commands, running
 from tools.cluster.layout import NETWORK, make_layout, parse_rate
 from tools.cluster.state import State, delete_state, read_state, state_path, write_state
+from tools.cluster.wire import Delays, Quality
 
 LAYOUT = make_layout("main", 3)
 
@@ -32,6 +33,8 @@ def test_every_command_stays_in_namespaces_of_the_cluster():
     shape = commands.Shape(1e9, delay_ms=1.0)
     lines = [*commands.up_commands(LAYOUT), *commands.shape_commands(LAYOUT, shape)]
     lines += [*commands.unshape_commands(LAYOUT), *commands.down_commands(LAYOUT)]
+    lines += [*commands.wire_commands(LAYOUT), *commands.unwire_commands(LAYOUT)]
+    lines += [*commands.probe_commands(LAYOUT), commands.link_command(LAYOUT, 1, False)]
     for line in lines:
         is_netns = line[:2] == ["ip", "netns"] and line[2] in ("add", "del")
         named = line[3] if is_netns else line[line.index("-n") + 1]
@@ -51,6 +54,47 @@ def test_both_directions_of_each_link_get_the_rate_and_room_for_the_largest_pack
     assert len(netem) == 6 and len(delayed) == 12 and not any("netem" in line for line in lines)
     assert {line[line.index("parent") + 1] for line in netem} == {"1:1"}
     assert {line[line.index("delay") + 1] for line in netem} == {"0.5ms"}
+
+
+def test_without_netem_the_rate_alone_is_the_kernels():
+    delayed = commands.Shape(1e9, 5.0, 1.0, 25.0)
+    lines = commands.shape_commands(LAYOUT, delayed, has_netem=False)
+    assert len(lines) == 6 and not any("netem" in line for line in lines)
+    assert sum("25%" in line for line in commands.shape_commands(LAYOUT, delayed)) == 6
+
+
+@pytest.mark.parametrize("values", [(-1.0,), (0.0, 100.0), (1.0, 0.0, 100.0), (0.0, 0.0, 5.0)])
+def test_shapes_that_cannot_be_are_refused(values):
+    with pytest.raises(ConfigError, match="Received: "):
+        commands.Shape(1e9, *values)
+
+
+def play(n_frames, quality, step_s=0.001):
+    """Return (time, frame) of all that arrives of frames that are sent one after the other."""
+    delays, arrived = Delays(), []
+    delays.quality = quality
+    for i in range(n_frames):
+        delays.accept(i % 2, bytes([i % 256]), i * step_s)
+        arrived += [(i * step_s, *due) for due in delays.take_due(i * step_s)]
+    while (pause_s := delays.pause_s(0.0)) is not None:
+        arrived += [(pause_s, *due) for due in delays.take_due(pause_s)]
+    return arrived
+
+
+def test_frames_are_delayed_and_stay_in_order():
+    arrived = play(100, Quality(delay_ms=20.0))
+    assert [(way, frame[0]) for _, way, frame in arrived] == [(i % 2, i) for i in range(100)]
+    for at_s, _, frame in arrived:
+        assert at_s >= frame[0] * 0.001 + 0.02 - 1e-9
+
+
+def test_frames_are_lost_and_overtake_as_often_as_asked():
+    assert len(play(20000, Quality(loss_percent=5.0))) / 20000 == pytest.approx(0.95, abs=0.01)
+    arrived = play(200, Quality(delay_ms=3.0, reorder_percent=25.0))
+    order = [frame[0] for _, _, frame in arrived]
+    assert sorted(order) == list(range(200)) != order
+    late = sum(at_s > frame[0] * 0.001 for at_s, _, frame in arrived)
+    assert late / 200 == pytest.approx(0.75, abs=0.1)
 
 
 def test_counters_are_the_nodes_point_of_view():

@@ -36,11 +36,16 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True)
     shape = argparse.ArgumentParser(add_help=False)
     shape.add_argument("--rate", help="of each link and direction: 1gbit, 250mbit, none")
-    shape.add_argument("--delay", type=float, default=0.0, help="milliseconds per link; netem")
-    shape.add_argument("--loss", type=float, default=0.0, help="percent per link; netem")
+    shape.add_argument("--delay", type=float, default=0.0, help="milliseconds per link")
+    shape.add_argument("--loss", type=float, default=0.0, help="percent of packets per link")
+    reorder = "percent of packets that are not delayed and overtake others"
+    shape.add_argument("--reorder", type=float, default=0.0, help=reorder)
     up = verbs.add_parser("up", help="make the cluster", parents=[shape])
     up.add_argument("-n", "--nodes", type=int, default=4)
     verbs.add_parser("rate", help="give its links a rate", parents=[shape])
+    link = verbs.add_parser("link", help="cut the link of a node, or mend it")
+    link.add_argument("node", type=int)
+    link.add_argument("state", choices=("up", "down"))
     run = verbs.add_parser("run", help="run a program on its nodes", parents=[shape])
     run.add_argument("-np", type=int, default=None, help="ranks; default: one per node")
     run.add_argument("--json", type=Path, help="write exit code and bytes there too")
@@ -51,21 +56,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_shape(options: argparse.Namespace) -> None:
-    """Refuse a shape that cannot be, before anything is made."""
-    if options.rate not in (None, "none"):
-        parse_rate(options.rate)
-    if options.rate is None and (options.delay or options.loss):
-        raise ConfigError("--delay and --loss need a --rate. Received: none. Add --rate 1gbit.")
+def read_shape(options: argparse.Namespace) -> Shape | None:
+    """Return the shape that the options name; None without a rate."""
+    quality = (options.delay, options.loss, options.reorder)
+    if options.rate in (None, "none"):
+        if any(quality):
+            raise ConfigError(
+                f"--delay, --loss and --reorder need a rate. Received: {options.rate}. "
+                "Add --rate 1gbit."
+            )
+        return None
+    return Shape(parse_rate(options.rate), *quality)
 
 
 def apply_shape(options: argparse.Namespace) -> None:
     """Shape the links as the options say; without any option they stay as they are."""
-    if options.rate is None:
-        return
-    is_free = options.rate == "none"
-    shape = None if is_free else Shape(parse_rate(options.rate), options.delay, options.loss)
-    control.set_shape(options.name, shape)
+    if options.rate is not None:
+        control.set_shape(options.name, read_shape(options))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -97,13 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.geteuid() != 0:
             raise ConfigError("Network namespaces need root. Received: another user. Use sudo.")
         if options.verb in ("run", "up", "rate"):
-            check_shape(options)
+            read_shape(options)  # before anything is made
         if options.verb == "run":
             return run(options)
         if options.verb == "up":
             control.up(options.name, options.nodes)
         if options.verb in ("up", "rate"):
             apply_shape(options)
+        elif options.verb == "link":
+            control.set_link(options.name, options.node, options.state == "up")
         elif options.verb == "bytes":
             print(json.dumps(control.read_bytes(options.name)))
         else:

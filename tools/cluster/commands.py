@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tfscale.config import ConfigError
 from tools.cluster.layout import BRIDGE, BRIDGE_ADDRESS, LINK, NETWORK, Layout
+from tools.cluster.wire import Quality
 
 # A packet of 64 KB, as the kernel hands them down, must fit into the bucket with room to spare:
 # with a smaller bucket it is cut up or dropped, and the retransmissions spoil every measurement.
 MIN_BURST_BYTES = 128 * 1024
 _QUEUE_MS = 50
+_BRIDGE_MAC = "02:00:00:00:00:01"
 Command = list[str]
 
 
@@ -25,11 +28,13 @@ class Shape:
         rate_bits_s: Bits per second of each direction.
         delay_ms: Added on the way to and from the bridge, so twice between two nodes.
         loss_percent: Packets lost at each end of a link, in [0, 100).
+        reorder_percent: Packets that are not delayed and overtake others, in [0, 100).
     """
 
     rate_bits_s: float
     delay_ms: float = 0.0
     loss_percent: float = 0.0
+    reorder_percent: float = 0.0
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -37,16 +42,23 @@ class Shape:
         Raises:
             ConfigError: A value is outside of its range.
         """
-        if not (self.delay_ms >= 0 and 0 <= self.loss_percent < 100):
+        percents = (self.loss_percent, self.reorder_percent)
+        if not (self.delay_ms >= 0 and all(0 <= percent < 100 for percent in percents)):
             raise ConfigError(
-                "A delay is 0 or more, a loss in [0, 100). "
-                f"Received: delay_ms={self.delay_ms}, loss_percent={self.loss_percent}."
+                "A delay is 0 or more, a loss and a share that is reordered in [0, 100). Received: "
+                f"delay_ms={self.delay_ms}, loss_percent={self.loss_percent}, "
+                f"reorder_percent={self.reorder_percent}."
+            )
+        if self.reorder_percent and not self.delay_ms:
+            raise ConfigError(
+                "Packets overtake delayed ones only. Received: "
+                f"reorder_percent={self.reorder_percent} without a delay. Add --delay 5."
             )
 
     @property
-    def needs_netem(self) -> bool:
-        """Whether the kernel must be able to delay and to lose packets."""
-        return self.delay_ms > 0 or self.loss_percent > 0
+    def quality(self) -> Quality:
+        """The quality of the links, for netem or for `wire` in its place."""
+        return Quality(self.delay_ms, self.loss_percent, self.reorder_percent)
 
 
 def inside(namespace: str, *words: str) -> Command:
@@ -61,7 +73,8 @@ def up_commands(layout: Layout) -> list[Command]:
     lines = [["ip", "netns", "add", name] for name in layout.namespaces]
     lines += [["ip", "-n", name, "link", "set", "lo", "up"] for name in layout.namespaces]
     lines += [
-        ["ip", "-n", bridge, "link", "add", BRIDGE, "type", "bridge"],
+        # With an address of its own; else it has that of a port, and another one after `wire`.
+        ["ip", "-n", bridge, "link", "add", BRIDGE, "address", _BRIDGE_MAC, "type", "bridge"],
         ["ip", "-n", bridge, "addr", "add", BRIDGE_ADDRESS + mask, "dev", BRIDGE],
         ["ip", "-n", bridge, "link", "set", BRIDGE, "up"],
     ]
@@ -83,21 +96,23 @@ def ends_of_links(layout: Layout) -> Iterator[tuple[str, str]]:
         yield layout.bridge_namespace, node.port
 
 
-def shape_commands(layout: Layout, shape: Shape) -> list[Command]:
+def shape_commands(layout: Layout, shape: Shape, has_netem: bool = True) -> list[Command]:
     """Return what gives each direction of each link its rate, and its delay and loss if any.
 
     A packet is delayed first and then waits for its turn at the rate, whence netem inside tbf.
+    Without netem this is the rate alone, and `wire` does the rest.
     """
     burst = max(MIN_BURST_BYTES, int(shape.rate_bits_s / 8 / 1000))
     latency_ms = _QUEUE_MS + shape.delay_ms
     rate = f"{round(shape.rate_bits_s)}bit"
     tbf = ["handle", "1:", "tbf", "rate", rate, "burst", str(burst), "latency", f"{latency_ms:g}ms"]
     netem = ["delay", f"{shape.delay_ms:g}ms", "loss", f"{shape.loss_percent:g}%", "limit", "20000"]
+    netem += ["reorder", f"{shape.reorder_percent:g}%"] if shape.reorder_percent else []
     lines = []
     for namespace, device in ends_of_links(layout):
         start = ["tc", "-n", namespace, "qdisc"]
         lines.append([*start, "replace", "dev", device, "root", *tbf])
-        if shape.needs_netem:
+        if has_netem and any(shape.quality):
             parent = ["parent", "1:1", "handle", "10:", "netem"]
             lines.append([*start, "replace", "dev", device, *parent, *netem])
     return lines
@@ -107,6 +122,56 @@ def unshape_commands(layout: Layout) -> list[Command]:
     """Return what takes rate, delay and loss off every link again."""
     ends = ends_of_links(layout)
     return [["tc", "-n", name, "qdisc", "del", "dev", device, "root"] for name, device in ends]
+
+
+def probe_commands(layout: Layout) -> list[Command]:
+    """Return what fails where the kernel has no netem, and changes nothing."""
+    start = ["tc", "-n", layout.bridge_namespace, "qdisc"]
+    return [
+        [*start, "replace", "dev", "lo", "root", "netem"],
+        [*start, "del", "dev", "lo", "root"],
+    ]
+
+
+def wire_commands(layout: Layout) -> list[Command]:
+    """Return what takes the links off the bridge; `wire_program` joins port and inner device.
+
+    These answer no question for an address: the bridge does, which is in the same namespace.
+    """
+    start = ["ip", "-n", layout.bridge_namespace, "link"]
+    lines = []
+    for node in layout.nodes:
+        lines += [
+            [*start, "add", node.inner, "type", "veth", "peer", "name", node.outer],
+            [*start, "set", node.inner, "arp", "off", "up"],
+            [*start, "set", node.port, "nomaster", "arp", "off"],
+            [*start, "set", node.outer, "master", BRIDGE, "up"],
+        ]
+    return lines
+
+
+def unwire_commands(layout: Layout) -> list[Command]:
+    """Return what puts the links on the bridge again."""
+    start = ["ip", "-n", layout.bridge_namespace, "link"]
+    lines = []
+    for node in layout.nodes:
+        lines.append([*start, "del", node.inner])
+        lines.append([*start, "set", node.port, "master", BRIDGE, "arp", "on"])
+    return lines
+
+
+def wire_program(layout: Layout, path: str) -> Command:
+    """Return the program between links and bridge, which takes orders at a socket."""
+    pairs = [f"{node.port}:{node.inner}" for node in layout.nodes]
+    words = (sys.executable, "-m", "tools.cluster.wire", path, *pairs)
+    return inside(layout.bridge_namespace, *words)
+
+
+def link_command(layout: Layout, node: int, is_up: bool) -> Command:
+    """Return what cuts the link of a node, or mends it."""
+    port = layout.nodes[node].port
+    state = "up" if is_up else "down"
+    return ["ip", "-n", layout.bridge_namespace, "link", "set", port, state]
 
 
 def down_commands(layout: Layout) -> list[Command]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tfscale.config import ConfigError, ExchangeError
-from tfscale.launcher.mpi_command import end_processes
+from tfscale.launcher.mpi_command import JOB_VARIABLE, end_processes, find_processes
 from tools.cluster import commands
 from tools.cluster.layout import Layout, make_layout
 from tools.cluster.state import (
@@ -17,17 +19,21 @@ from tools.cluster.state import (
     delete_state,
     read_state,
     script_path,
+    wire_path,
     write_state,
 )
+from tools.cluster.wire import Quality
 
 _NAMESPACES = Path("/run/netns")
+_ROOT = Path(__file__).parents[2]
+_WIRE_START_S = 30.0
 
 
 def find_obstacle() -> str:
     """Return why no cluster can be emulated here, or an empty string."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "setsid", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found (packages iproute2 and util-linux)"
     probe = f"tfscale-probe-{os.getpid()}"
@@ -105,29 +111,93 @@ def up(name: str, n_nodes: int) -> Layout:
 
 
 def set_shape(name: str, shape: commands.Shape | None) -> None:
-    """Give all links of a cluster a rate, and a delay and loss where the kernel can do it.
+    """Give all links of a cluster a rate, a delay and losses, also while a program runs there.
+
+    Where the kernel has no netem, `wire` delays and loses packets.
 
     Args:
         name: Of a cluster that is up.
         shape: What the links shall be like; None takes all limits off.
 
     Raises:
-        ConfigError: No such cluster, or the kernel has no netem.
+        ConfigError: No such cluster.
         ExchangeError: A command failed.
     """
     layout = existing(name).layout
+    has_netem = _has_netem(layout)
+    quality = shape.quality if shape and not has_netem else Quality()
     for command in commands.unshape_commands(layout):
         subprocess.run(command, capture_output=True, timeout=60)
+    for command in commands.shape_commands(layout, shape, has_netem) if shape else []:
+        _execute(command)
+    if any(quality):
+        _wire(layout, quality)
+    else:
+        _unwire(layout)
+
+
+def set_link(name: str, node: int, is_up: bool) -> None:
+    """Cut the link of a node, or mend it.
+
+    Raises:
+        ConfigError: No such cluster or node.
+        ExchangeError: The command failed.
+    """
+    layout = existing(name).layout
+    if not 0 <= node < len(layout.nodes):
+        raise ConfigError(f"The nodes are 0 to {len(layout.nodes) - 1}. Received: {node}.")
+    _execute(commands.link_command(layout, node, is_up))
+
+
+def _has_netem(layout: Layout) -> bool:
     try:
-        for command in commands.shape_commands(layout, shape) if shape else []:
+        for command in commands.probe_commands(layout):
             _execute(command)
-    except ExchangeError as error:
-        if shape and shape.needs_netem and "netem" in str(error):
-            raise ConfigError(
-                "Delay and loss need a kernel with sch_netem. Received: one without. "
-                f"Leave --delay and --loss out. {error}"
-            ) from error
-        raise
+    except ExchangeError:
+        return False
+    return True
+
+
+def _wire_job(name: str) -> str:
+    """Return the mark of the program between links and bridge, one for each cluster."""
+    return f"wire-{name}"
+
+
+def _wire(layout: Layout, quality: Quality) -> None:
+    """Tell the program between links and bridge what to do; start it where there is none."""
+    job, path = _wire_job(layout.name), wire_path(layout.name)
+    program = commands.wire_program(layout, str(path))
+    if not find_processes(job):
+        path.unlink(missing_ok=True)
+        for command in commands.wire_commands(layout):
+            _execute(command)
+        subprocess.run(
+            ["setsid", "--fork", *program],
+            env={**os.environ, JOB_VARIABLE: job},
+            cwd=_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=True,
+        )
+    deadline = time.monotonic() + _WIRE_START_S
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as orders:
+        while orders.connect_ex(str(path)) != 0:
+            if time.monotonic() > deadline:
+                raise ExchangeError(
+                    f"`{commands.describe(program)}` does not answer at {path}. Remove the "
+                    "cluster by `python -m tools.cluster down`."
+                )
+            time.sleep(0.05)
+        orders.send(" ".join(map(str, quality)).encode())
+
+
+def _unwire(layout: Layout) -> None:
+    """End the program between links and bridge, if there is one."""
+    if find_processes(_wire_job(layout.name)):
+        end_processes(_wire_job(layout.name))
+        for command in commands.unwire_commands(layout):
+            _execute(command)
 
 
 def read_bytes(name: str) -> dict[str, dict[str, int]]:
@@ -149,7 +219,7 @@ def down(name: str) -> None:
     state = read_state(name)
     if state is None:
         return
-    for job in state.jobs:
+    for job in (*state.jobs, _wire_job(name)):
         end_processes(job)
     for command in commands.down_commands(state.layout):
         if (_NAMESPACES / command[-1]).exists():

@@ -27,12 +27,15 @@ class Node:
         namespace: Its network namespace.
         address: IPv4 address of its `eth0`.
         port: The other end of its link, at the bridge.
+        inner: Where `wire` takes what is for the link, and its other end at the bridge, `outer`.
     """
 
     name: str
     namespace: str
     address: str
     port: str
+    inner: str
+    outer: str
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,14 @@ def make_layout(name: str, n_nodes: int) -> Layout:
     if not 1 <= n_nodes <= MAX_NODES:
         raise ConfigError(f"A cluster has 1 to {MAX_NODES} nodes. Received: {n_nodes}.")
     nodes = tuple(
-        Node(f"node{i}", f"tfscale-{name}-node{i}", str(NETWORK[_FIRST_NODE + i]), f"port{i}")
+        Node(
+            name=f"node{i}",
+            namespace=f"tfscale-{name}-node{i}",
+            address=str(NETWORK[_FIRST_NODE + i]),
+            port=f"port{i}",
+            inner=f"inner{i}",
+            outer=f"outer{i}",
+        )
         for i in range(n_nodes)
     )
     return Layout(name, f"tfscale-{name}-bridge", nodes)

@@ -74,11 +74,16 @@ def read_state(name: str, folder: Path = FOLDER) -> State | None:
 
 
 def delete_state(name: str, folder: Path = FOLDER) -> None:
-    """Remove the state file and the launcher script; harmless where there is none."""
-    state_path(name, folder).unlink(missing_ok=True)
-    script_path(name, folder).unlink(missing_ok=True)
+    """Remove the state file and what stands beside it; harmless where there is none."""
+    for path in (state_path(name, folder), script_path(name, folder), wire_path(name, folder)):
+        path.unlink(missing_ok=True)
 
 
 def script_path(name: str, folder: Path = FOLDER) -> Path:
     """Return where the launcher script of a cluster stands."""
     return folder / f"{name}.launcher"
+
+
+def wire_path(name: str, folder: Path = FOLDER) -> Path:
+    """Return the socket at which the program between links and bridge takes orders."""
+    return folder / f"{name}.wire"
