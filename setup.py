@@ -28,7 +28,7 @@ COMPILED = os.environ.get("TFSCALE_LIBRARIES")
 
 def import_bare(name):
     """Import a module of tfscale that needs the standard library only, without the package."""
-    for package in ("tfscale", "tfscale.comm"):
+    for package in ("tfscale", "tfscale.native"):
         if package not in sys.modules:
             module = types.ModuleType(package)
             module.__path__ = [str(ROOT / package.replace(".", "/"))]
@@ -39,7 +39,7 @@ def import_bare(name):
 @functools.cache
 def missing():
     """Return what keeps the library from being compiled here, or an empty string."""
-    native = import_bare("tfscale.comm.native")
+    native = import_bare("tfscale.native.compiler")
     try:
         native.find_toolchain()
         native.find_tensorflow(ROOT / "build" / "native")
@@ -66,7 +66,9 @@ class BuildNative(build_py):
             text = "tfscale: its library will be compiled at the first use, not now."
             self.announce(f"{text} {missing()}", level=3)
         else:
-            import_bare("tfscale.comm.native").build(package / "_lib", ROOT / "build" / "native")
+            import_bare("tfscale.native.compiler").build(
+                package / "_lib", ROOT / "build" / "native"
+            )
 
 
 class NativeDistribution(Distribution):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from benchmarks.places import MEMORY, parse_place
 from benchmarks.provenance import ROOT
-from tfscale.comm.cores import count_cores
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     build_command,
@@ -20,6 +19,7 @@ from tfscale.launcher.mpi_command import (
     new_job,
     thread_variables,
 )
+from tfscale.native.cores import count_cores
 from tools.cluster import control, running
 from tools.cluster.commands import Shape
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from build_native import ROOT, import_bare
 
-toolchains = import_bare("tfscale.comm.native")
+toolchains = import_bare("tfscale.native.compiler")
 
 BUILD_FILE = """cc_library(
     name = "{name}",

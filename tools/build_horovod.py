@@ -157,7 +157,7 @@ def stamp() -> str:
     """Return what a built wheel depends on: it is built again where this has changed."""
     import tensorflow as tf
 
-    from tfscale.comm.native import find_toolchain
+    from tfscale.native.compiler import find_toolchain
 
     mpi = find_toolchain().mpi
     chosen = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("HOROVOD_"))

@@ -12,9 +12,9 @@ def import_bare(name: str) -> types.ModuleType:
     """Import a submodule of tfscale without running the package's `__init__`.
 
     Args:
-        name: A module that needs the standard library only, such as "tfscale.comm.native".
+        name: A module that needs the standard library only, such as "tfscale.native.compiler".
     """
-    for package in ("tfscale", "tfscale.comm"):
+    for package in ("tfscale", "tfscale.native"):
         if package not in sys.modules:
             module = types.ModuleType(package)
             module.__path__ = [str(ROOT / package.replace(".", "/"))]
@@ -24,4 +24,4 @@ def import_bare(name: str) -> types.ModuleType:
 
 if __name__ == "__main__":
     objects = ["--objects", str(ROOT / "build" / "native")]
-    sys.exit(import_bare("tfscale.comm.library").main([*objects, *sys.argv[1:]]))
+    sys.exit(import_bare("tfscale.native.library").main([*objects, *sys.argv[1:]]))

@@ -37,7 +37,7 @@ def build_library(version: str, mpicxx: str, libraries: Path) -> Path:
 
 def main(versions: Sequence[str]) -> int:
     """Build the libraries and the wheel, in dist/; return the exit code."""
-    native = import_bare("tfscale.comm.native")
+    native = import_bare("tfscale.native.compiler")
     libraries = FOLDER / "libraries"
     shutil.rmtree(libraries, ignore_errors=True)
     mpicxx = native.find_toolchain().mpicxx

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from build_native import ROOT, import_bare
 
-native = import_bare("tfscale.comm.native")
+native = import_bare("tfscale.native.compiler")
 BUILT = ROOT / "build" / "native"  # of tools/build_native.py
 TESTS = ROOT / "custom_ops" / "test"
 

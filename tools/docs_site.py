@@ -35,6 +35,7 @@ TITLES = {
     "data": "Data",
     "exchange": "Exchanges",
     "fit": "Training with fit",
+    "local_sgd": "Local SGD",
     "keras": "Horovod's names",
     "optimizer": "Optimizers and tapes",
     "testing": "Tests of training code",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.killed_job import START_S, TRAINING, Job, job_of, wait_for_end
-from tfscale.comm import mpi_files
+from tfscale.native import mpi_files
 
 ENDLESS = f"""{TRAINING}
 class Return(Exception):

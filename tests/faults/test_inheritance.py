@@ -9,8 +9,8 @@ import time
 import pytest
 
 from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses
-from tfscale.comm import mpi_files
 from tfscale.launcher.mpi_command import find_mpi
+from tfscale.native import mpi_files
 
 pytestmark = pytest.mark.timeout(2 * START_S)
 # Open MPI names its files and variables otherwise; CI has MPICH, so nothing is skipped there.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfscale.comm import cores
+from tfscale.native import cores
 
 V2 = "31 23 0:28 {top} {at} rw,relatime - cgroup2 cgroup rw\n"
 V1 = "33 31 0:29 {top} {at} rw,relatime shared:3 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -144,7 +144,7 @@ def test_the_kernel_shows_a_quota_in_these_files():
     outer = Path(f"/sys/fs/cgroup/cpu/tfscale-test-{os.getpid()}")
     inner = outer / "inner"
     code = "import os; open('{0}/cgroup.procs', 'w').write(str(os.getpid())); "
-    code += "from tfscale.comm.cores import find_quota; print(find_quota())"
+    code += "from tfscale.native.cores import find_quota; print(find_quota())"
     try:
         outer.mkdir()
         inner.mkdir()

@@ -18,6 +18,7 @@ ROOMS = (
     "missing",
     "internals",
     "files",
+    "native",
     "plan",
     "comm",
     "data",

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tfscale.comm import library, native, start
+from tfscale.comm import start
 from tfscale.comm.backends import engine
 from tfscale.config import ExchangeError, Settings
 from tfscale.launcher import cli, doctor, mpi_command
+from tfscale.native import compiler as native
+from tfscale.native import library
 
 ANSWER = {"version": "2", "compile": [], "link": []}
 MPI = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tfscale.comm import mpi_files
+from tfscale.native import mpi_files
 
 
 @pytest.fixture

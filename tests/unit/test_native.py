@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from tfscale.comm import native
 from tfscale.comm.backends import engine
 from tfscale.comm.backends.engine import Library
-from tfscale.comm.library import prepare_library
 from tfscale.config import ExchangeError
+from tfscale.native import compiler as native
+from tfscale.native.library import prepare_library
 
 
 def test_an_older_library_is_refused_with_the_command(monkeypatch):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launching import launch_script, run_in_folder
-from tfscale.comm import library
 from tfscale.launcher import cli, mpi_command, reports
+from tfscale.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]

@@ -15,7 +15,7 @@ from tests.helpers.sources import CPP, LIBRARY, ROOT, imported_names, parse, rel
 FRAMEWORKS = ("tensorflow", "keras", "mpi4py")
 # Rooms and modules that start without TensorFlow, Keras and MPI, and are tested without them.
 PURE = """
-    config files plan launcher comm/chrome comm/cores comm/library comm/mpi_files comm/native
+    config files plan launcher native comm/chrome
     comm/process comm/stamps checkpoints/files checkpoints/preemption data/slices measure/analysis
     measure/compression measure/groups measure/growth measure/provenance measure/report
     measure/theta transparent/__main__ launcher/tune/__init__ testing
@@ -245,7 +245,7 @@ def test_versions_agree():
     assert '"tensorflow>=2.18,<2.22"' in project
     assert (
         'SUPPORTED_TENSORFLOW = "2.18 to 2.21"'
-        in (ROOT / "tfscale" / "comm" / "native.py").read_text()
+        in (ROOT / "tfscale" / "native" / "compiler.py").read_text()
     )
 
 

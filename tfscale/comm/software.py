@@ -11,9 +11,9 @@ import tensorflow as tf
 import tfscale
 from tfscale.comm import runtime
 from tfscale.comm.backends.horovod import is_installed, load_horovod
-from tfscale.comm.library import find_library
-from tfscale.comm.native import find_toolchain
 from tfscale.config import ExchangeError
+from tfscale.native.compiler import find_toolchain
+from tfscale.native.library import find_library
 
 
 def versions() -> str:

@@ -13,15 +13,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm import mpi_files, objects, process, runtime, timeline
+from tfscale.comm import objects, process, runtime, timeline
 from tfscale.comm.backends.base import Backend, SingleBackend
 from tfscale.comm.backends.engine import EngineBackend, load
 from tfscale.comm.backends.horovod import HorovodBackend, is_installed, load_horovod
-from tfscale.comm.cores import count_cores, share_of_cores
 from tfscale.comm.process import Launch, deadline_of_start, discover, end_job_on_error
 from tfscale.comm.software import require_equal, versions
 from tfscale.comm.warnings import watch_first_fit
 from tfscale.config import ConfigError, ExchangeError
+from tfscale.native import mpi_files
+from tfscale.native.cores import count_cores, share_of_cores
 
 logger = logging.getLogger("tfscale")
 

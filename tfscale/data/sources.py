@@ -14,10 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm.cores import count_cores
 from tfscale.config import ConfigError
 from tfscale.data.slices import BatchSlices, epoch_order
 from tfscale.internals.datasets import drawn_with, inputs_of, is_unordered
+from tfscale.native.cores import count_cores
 
 logger = logging.getLogger("tfscale")
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.comm import mpi_files
 from tfscale.config import PREEMPTED, ConfigError
 from tfscale.launcher.hosts import StartWatch
 from tfscale.launcher.mpi_command import end_processes, find_processes, new_job, set_death_signal
@@ -26,6 +25,7 @@ from tfscale.launcher.reports import (
     describe_training,
     first_failure,
 )
+from tfscale.native import mpi_files
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.1

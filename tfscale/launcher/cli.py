@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfscale.comm import library
-from tfscale.comm.cores import count_cores
 from tfscale.config import ConfigError, ExchangeError, environment, variable_name
 from tfscale.exchange import EXCHANGES
 from tfscale.launcher import mpi_command
@@ -25,6 +23,8 @@ from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
 from tfscale.launcher.tune import add_tune
+from tfscale.native import library
+from tfscale.native.cores import count_cores
 from tfscale.transparent.__main__ import read_verify
 
 

@@ -13,16 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.comm import library, mpi_files
-from tfscale.comm.cores import count_cores, find_quota
-from tfscale.comm.native import (
-    PACKAGE,
-    SUPPORTED_TENSORFLOW,
-    find_tool,
-    identity,
-    installed_tensorflow,
-    read_stamp,
-)
 from tfscale.comm.process import SLURM_VARIABLES
 from tfscale.config import ExchangeError
 from tfscale.launcher.mpi_command import (
@@ -35,6 +25,16 @@ from tfscale.launcher.mpi_command import (
     new_job,
     thread_variables,
 )
+from tfscale.native import library, mpi_files
+from tfscale.native.compiler import (
+    PACKAGE,
+    SUPPORTED_TENSORFLOW,
+    find_tool,
+    identity,
+    installed_tensorflow,
+    read_stamp,
+)
+from tfscale.native.cores import count_cores, find_quota
 
 # The ranks test this package, not one in the folder where they start.
 _SELF_TEST = f"""

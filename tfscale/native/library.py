@@ -24,8 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.comm.cores import count_cores
-from tfscale.comm.native import (
+from tfscale.config import ExchangeError, environment
+from tfscale.files import sync_folder
+from tfscale.native.compiler import (
     LIBRARY_NAME,
     PACKAGE,
     STAMP_NAME,
@@ -37,8 +38,7 @@ from tfscale.comm.native import (
     read_stamp,
     require_tensorflow,
 )
-from tfscale.config import ExchangeError, environment
-from tfscale.files import sync_folder
+from tfscale.native.cores import count_cores
 
 PACKAGED = PACKAGE / "_lib"
 # Seconds of compiling on one core, and on many; a message says so.

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfscale.comm.cores import count_cores
 from tfscale.config import ExchangeError
 from tfscale.files import read_json, sha256, sync_folder, write_atomically
+from tfscale.native.cores import count_cores
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARY_NAME = "libtfscale.so"
