@@ -150,7 +150,7 @@ def _parse(name: str, text: str, kind: type) -> object:
             return True
         if text.lower() in ("0", "false", "no", "off"):
             return False
-        require(False, name, "1 or 0", text)
+        raise ConfigError(f"{name} must be 1 or 0. Received: {name}={text!r}.")
     try:
         return kind(text)
     except ValueError as error:

@@ -231,16 +231,17 @@ class ModelDistance(Callback):
             steps = int((self.params or {}).get("steps") or 0)
             # A resumed run may have had longer epochs, with smaller batches.
             self._n_steps = max(epoch * steps, self.session.n_steps_before)
-        self._n_before, self._n_steps_before = len(self.distances), self._n_steps
+        self._n_distances_at_epoch_begin = len(self.distances)
+        self._n_steps_at_epoch_begin = self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Record the distance if this step has averaged."""
         super().on_train_batch_end(batch, logs)
-        self._n_steps = self._n_steps_before + steps_until(self.model, batch)
+        self._n_steps = self._n_steps_at_epoch_begin + steps_until(self.model, batch)
         if self._is_new and self._path is not None:  # keep the lines of earlier steps
-            n_before = self._n_steps - self.model.steps_per_execution
+            begin = self._n_steps - self.model.steps_per_execution
             lines = read_json_lines(self._path)
-            write_json_lines(self._path, [line for line in lines if line["step"] <= n_before])
+            write_json_lines(self._path, [line for line in lines if line["step"] <= begin])
         self._is_new = False
         n_averages, before = self._count(), self._n_averages
         self._n_averages = n_averages
@@ -272,5 +273,5 @@ class ModelDistance(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the last distance to the logs."""
         super().on_epoch_end(epoch, logs)
-        if len(self.distances) > self._n_before and logs is not None:
+        if len(self.distances) > self._n_distances_at_epoch_begin and logs is not None:
             logs["model_distance"] = self.distances[-1][1]

@@ -173,7 +173,7 @@ def _require_averages_saved(saving: list[Any], swaps: bool) -> None:
 
 
 def make_checkpoints_safe() -> None:
-    """Let Keras's own `ModelCheckpoint` follow the agreement of the ranks."""
+    """Let each file of Keras's own `ModelCheckpoint` be written by one rank: `agree_on_saves`."""
     wrap_saves(_agreed)
 
 

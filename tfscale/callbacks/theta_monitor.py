@@ -23,6 +23,14 @@ from tfscale.measure.growth import theta_of
 logger = logging.getLogger("tfscale")
 
 
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Steps so far, and the sum of their losses."""
+
+    steps: int = 0
+    loss_sum: float = 0.0
+
+
 class ThetaMonitor(Callback):
     """Record theta while a model trains, without changing anything.
 
@@ -69,8 +77,7 @@ class ThetaMonitor(Callback):
         if not is_built(self.model):  # the first parameters must be known
             build(self.model)
         self._measures.start()
-        # Steps and the sum of their losses: now, at the begin of the epoch, at the last record.
-        self._now = self._before = self._recorded = (0, 0.0)
+        self._total = self._at_epoch_begin = self._at_last_record = Progress()
         self._n_updates = self._count()  # at the last record
         state = self.take_backup()
         self._peak: dict[str, Any] | None = state.get("peak")
@@ -78,7 +85,7 @@ class ThetaMonitor(Callback):
         self._size: int | None = state.get("size")  # of the batches since the last record
         if state:
             self._measures.restore(state["measures"], state.get("arrays", []))
-            self._now = self._before = tuple(state["pending"])
+            self._total = self._at_epoch_begin = Progress(*state["pending"])
             self._n_updates = state["n_updates"]
         if runtime.rank() == 0:
             path = self.directory / theta.FILE_NAME
@@ -91,7 +98,7 @@ class ThetaMonitor(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the steps of the epoch from here."""
         super().on_epoch_begin(epoch, logs)
-        self._before = self._now
+        self._at_epoch_begin = self._total
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Keep the first parameters."""
@@ -110,7 +117,8 @@ class ThetaMonitor(Callback):
         self._measures.end_batch(logs)
         # Of the epoch; the loss in the logs is their mean.
         n = steps_until(self.model, batch, self.params)
-        self._now = self._before[0] + n, self._before[1] + n * float((logs or {})["loss"])
+        begin, loss = self._at_epoch_begin, float((logs or {})["loss"])
+        self._total = Progress(begin.steps + n, begin.loss_sum + n * loss)
         every = self.every_n_updates
         if every and self._count() // every > self._n_updates // every:
             self._record()
@@ -122,21 +130,21 @@ class ThetaMonitor(Callback):
             return
         if not self.every_n_updates:
             self._record()
-        self._before = self._now
+        self._at_epoch_begin = self._total
         if logs is not None and self._peak is not None:
             logs.setdefault("theta", self._theta)  # unless AdaptiveBatchSize has measured it
             logs["theta_peak_update"] = self._peak["update"]
 
     def _record(self) -> None:
         """Measure since the last record; rank 0 writes a line. Collective."""
-        (now, total), (before, earlier) = self._now, self._recorded
-        self._recorded, self._n_updates = self._now, self._count()
+        total, last = self._total, self._at_last_record
+        self._at_last_record, self._n_updates = total, self._count()
         data = self.session.data
         is_known = isinstance(data, GlobalBatches)
         size = data.batch_size if is_known else None
         has_surplus = is_known and data.has_surplus_ranks
         batch = EpochBatch(size or runtime.size(), None, has_surplus)
-        loss = (total - earlier) / (now - before)
+        loss = (total.loss_sum - last.loss_sum) / (total.steps - last.steps)
         found = self._measures.end_epoch(self.model, {"loss": loss}, batch)
         self._theta = theta_of(found.first_cost, found.cost, found.distance)
         row = {
@@ -162,7 +170,8 @@ class ThetaMonitor(Callback):
         """Return the state that later records depend on, for checkpoints."""
         measures, origin = self._measures.state()
         # Since the last record: negative if that was made within the epoch.
-        pending = [now - then for now, then in zip(self._before, self._recorded, strict=True)]
+        begin, last = self._at_epoch_begin, self._at_last_record
+        pending = [begin.steps - last.steps, begin.loss_sum - last.loss_sum]
         state = {"measures": measures, "arrays": origin, "n_updates": self._n_updates}
         state |= {"peak": self._peak, "theta": self._theta, "size": self._size}
         return {**state, "pending": pending}

@@ -241,7 +241,7 @@ class GlobalBatches(keras.utils.PyDataset):
         caller = current_pass()
         caller.keep_order()
         self._leave_broken_fit(caller)
-        self._present()
+        self._current_epoch()
         return self._steps
 
     @property
@@ -255,11 +255,11 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         """Return this rank's slice of global batch `index` of the present epoch."""
-        return self._present().read(index)
+        return self._current_epoch().read(index)
 
     def __iter__(self) -> Iterator:
         self._refresh_if_idle()
-        epoch = self._present()
+        epoch = self._current_epoch()
         return (epoch.read(step) for step in range(epoch.slices.steps))
 
     def on_epoch_begin(self) -> None:
@@ -306,7 +306,7 @@ class GlobalBatches(keras.utils.PyDataset):
 
     # The epoch being served.
 
-    def _present(self) -> OpenEpoch:
+    def _current_epoch(self) -> OpenEpoch:
         return self._open or self._refresh()
 
     def _refresh(self, is_trained_on: bool = False) -> OpenEpoch:

@@ -48,7 +48,7 @@ _WORDS = {
 
 
 def shared_weights(model: keras.Model) -> frozenset[int]:
-    """Return the `id` of each weight of several layers, or of a layer in TimeDistributed."""
+    """Return the ids of weights that more than one layer uses, or that are in a TimeDistributed."""
     layers = layers_of(model)
     owners = Counter(id(v) for layer in layers for v in weights_of(layer))
     # TimeDistributed vectorises the layer's call and drops its custom gradient.

@@ -244,13 +244,14 @@ class GroupAverage:
         buckets = build_buckets(specs, auto_bucket_bytes(specs))
         return [sorted(bucket) for bucket in buckets[::-1]]
 
-    def _mean_parameters(self, part: Sequence[int], own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _mean_parameters(self, part: Sequence[int], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the means of parameters; compressed, of their changes since the last average."""
         if self._compression is Compression.none:
-            return mean_over(self.across, own, "parameters")
-        common = [self._common[i].value for i in part]
-        changes = [o - c for o, c in zip(own, common, strict=True)]
+            return mean_over(self.across, values, "parameters")
+        anchors = [self._common[i].value for i in part]
+        changes = [value - anchor for value, anchor in zip(values, anchors, strict=True)]
         means = self._mean_changes(part, changes, "parameters")
-        return [c + m for c, m in zip(common, means, strict=True)]
+        return [anchor + mean for anchor, mean in zip(anchors, means, strict=True)]
 
     def _mean_changes(
         self, part: Sequence[int], changes: Sequence[tf.Tensor], what: str

@@ -293,9 +293,11 @@ class GrowthControl:
         return [f"the batch grows every {finding.interval} epochs: {finding.reason}"]
 
     def _grow(self, n: int, measures: Measures) -> list[str]:
-        size, why = self.next_size, self._due(n, measures)
+        size, why = self.next_size, self._why_grow(n, measures)
         if size is None or not why:
             return []
+        if self.settings.signal == "noise_scale":
+            self.counted_from = n
         if not measures.fits:
             self.has_stopped = True
             return [f"the batch stays at {self.batch_size}: {size} is not expected to fit memory"]
@@ -306,13 +308,13 @@ class GrowthControl:
         self.costs = []
         return [text]
 
-    def _due(self, n: int, measures: Measures) -> str:
-        """Return the reason if the batch grows now, else an empty text."""
+    def _why_grow(self, n: int, measures: Measures) -> str:
+        """Return the reason if the batch grows after `n` epochs, else an empty text."""
         passed = n - self.counted_from
         if self.settings.signal == "noise_scale":
-            if passed < (self.interval or 1) or not measures.noise_scale >= (self.next_size or 0):
+            is_large = measures.noise_scale >= (self.next_size or 0)  # not if it is NaN
+            if passed < (self.interval or 1) or not is_large:
                 return ""
-            self.counted_from = n
             return f"the gradient noise scale is {measures.noise_scale:.4g} samples"
         if self.interval is None or passed % self.interval:
             return ""
