@@ -16,7 +16,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -33,8 +33,6 @@ from tfscale.internals.trace import context_of, current_graph, outer_graphs, run
 from tfscale.plan.segments import row_cuts
 
 logger = logging.getLogger("tfscale")
-
-Use = Literal["plain", "replicated", "partial"]
 
 _STREAM = "activations"  # neither waits for gradients nor delays them
 _INNER = "inner"  # used in a function that the traced one calls
@@ -82,7 +80,7 @@ class ReplicatedCall:
     The weight gradients that it returns to TensorFlow are already those of the whole batch.
     """
 
-    kernel_use: Use = "replicated"
+    kernel_use: DenseKind = "replicated"
 
     def __init__(
         self, layer: keras.layers.Dense, options: GradientOptions, process_set: ProcessSet
@@ -101,7 +99,7 @@ class ReplicatedCall:
         assert layer is not None
         group = self.process_set.group()
         if not training or not runs_once_per_step() or group.size == 1 or group.rank < 0:
-            self._note(layer, "plain", "plain")
+            self._note(layer, "weights", "weights")
             return self._original(layer, inputs, training=training)
         weights = [tf.convert_to_tensor(v) for v in (layer.kernel, layer.bias) if v is not None]
         outputs = self._multiply(layer, group, tf.convert_to_tensor(inputs), weights)
@@ -153,7 +151,7 @@ class ReplicatedCall:
     def _call(self, layer: keras.layers.Dense, group: Group, what: str) -> Call:
         return Call(group, f"{layer.path} {what}", (self._order.handle,), _STREAM)
 
-    def _note(self, layer: keras.layers.Dense, kernel: Use, bias: Use) -> None:
+    def _note(self, layer: keras.layers.Dense, kernel: DenseKind, bias: DenseKind) -> None:
         _note_use(layer.kernel, kernel)
         if layer.bias is not None:
             _note_use(layer.bias, bias)
@@ -169,7 +167,7 @@ class PartialCall(ReplicatedCall):
     Source: [T] 4.2, eq. 4.8.
     """
 
-    kernel_use: Use = "partial"
+    kernel_use: DenseKind = "partial"
 
     def _send(self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor) -> tf.Tensor:
         cuts = row_cuts(inputs.shape[-1], group.size)
@@ -192,17 +190,17 @@ class PartialCall(ReplicatedCall):
         return tf.IndexedSlices(own, tf.range(begin, end), tf.constant(tuple(layer.kernel.shape)))
 
 
-def _note_use(variable: Any, use: Use) -> None:
+def _note_use(variable: Any, use: DenseKind) -> None:
     """Record how the function being traced uses a kernel or bias.
 
-    "plain": its gradient is that of this rank's samples. "replicated": that of the whole batch.
+    "weights": its gradient is that of this rank's samples. "replicated": that of the whole batch.
     "partial": that of the whole batch, for this rank's rows only.
     """
     graph = current_graph()
     if graph is None:
         return
     context_of(graph).uses.setdefault(id(variable), set()).add(use)
-    for outer in outer_graphs(graph) if use != "plain" else ():
+    for outer in outer_graphs(graph) if use != "weights" else ():
         context_of(outer).uses.setdefault(id(variable), set()).add(_INNER)
 
 
@@ -213,7 +211,7 @@ def _note_made(layer: keras.layers.Dense, gradients: Sequence[Any]) -> None:
         context_of(values.graph).made[values.name] = id(variable)
 
 
-def use_of(variable: Any) -> Use:
+def use_of(variable: Any) -> DenseKind:
     """Return how the function being traced uses a variable whose gradient it has computed.
 
     Raises:
@@ -223,8 +221,8 @@ def use_of(variable: Any) -> Use:
     """
     graph = current_graph()
     if graph is None:
-        return "plain"
-    uses = context_of(graph).uses.get(id(variable), set()) or {"plain"}
+        return "weights"
+    uses = context_of(graph).uses.get(id(variable), set()) or {"weights"}
     if _INNER in uses or len(uses) > 1:
         inner = f"in a tf.function within {graph.name}; take the decorator off"
         mixed = "with training=True and without; pass training=True wherever its gradient is taken"
@@ -242,7 +240,7 @@ def require_own(gradient: Any, variable: Any) -> None:
     """Require that a gradient was computed by the calls of the variable's layer alone.
 
     It may be cast, summed over several calls, and multiplied by constants. `use_of(variable)` is
-    not "plain".
+    not "weights".
     """
     graph = current_graph()
     assert graph is not None

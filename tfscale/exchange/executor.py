@@ -287,7 +287,7 @@ class Executor:
         for i, gradient in own.items():
             require_reducible([tf.convert_to_tensor(values_of(gradient))])
             use = use_of(base[i])
-            if use != "plain":
+            if use != "weights":
                 require_own(gradient, base[i])
                 forms[i] = use
             elif self._stays_sparse(i, gradient, wire.group.size):

@@ -171,7 +171,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if shares.current() is not None:
             # Layers that exchange activations have weighted what they sent.
             pairs = zip(grads, variables, strict=True)
-            grads = [shares.weighted(g) if use_of(v) == "plain" else g for g, v in pairs]
+            grads = [shares.weighted(g) if use_of(v) == "weights" else g for g, v in pairs]
         if self._self_bound.executor.process_set.size() > 1:
             refuse_outer_scaler(DistributedOptimizer)
         bound = self._self_bound

@@ -76,7 +76,7 @@ class GradientNorms:
 
     def observe(self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]) -> None:
         """Add the norms of a step."""
-        chosen = [i for i, variable in enumerate(variables) if use_of(variable) == "plain"]
+        chosen = [i for i, variable in enumerate(variables) if use_of(variable) == "weights"]
         local = _square([own[i] for i in chosen])
         mean = _square([reduced[i] for i in chosen]) / self._scale**2
         values = tf.stack([local, mean, tf.ones((), tf.float64)])

@@ -88,7 +88,7 @@ class NonFinite:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         # For layers that exchange activations, every rank has the gradient of the whole batch,
         # which does not show whose samples caused it.
-        pairs = [pair for pair in pairs if use_of(pair[1]) == "plain"] or pairs
+        pairs = [pair for pair in pairs if use_of(pair[1]) == "weights"] or pairs
         if self.policy == "ignore" or (is_scaled and self.policy != "raise"):
             if is_scaled and reduced.residuals:
                 _update_scaled(optimizer, reduced)
