@@ -166,15 +166,15 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
-        every = objects.allgather_object(self.wait(), name="parts of a checkpoint")
-        texts = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text]
-        if texts:
-            shared = self.is_shared
-            need = "Each rank must write its part" if shared else "Rank 0 must write all parts"
-            raise ExchangeError(
-                f"{need} of a checkpoint. Received: {'; '.join(texts)}. The checkpoints before are "
-                "still there. Make room, then start the job again."
+        need = "Each rank must write its part" if self.is_shared else "Rank 0 must write all parts"
+
+        def describe(errors: str) -> ExchangeError:
+            return ExchangeError(
+                f"{need} of a checkpoint. Received: {errors}. The checkpoints before are still "
+                "there. Make room, then start the job again."
             )
+
+        objects.raise_together(self.wait(), describe, "parts of a checkpoint")
         if runtime.rank() == 0:
             files.prune(self.directory, self.keep, self.runs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,27 @@ def allgather_object(
     received = [pickle.loads(data) for data in gather_bytes(_pickled(obj)[0], call)]
     _require_sent(zip(call.group.ranks, received, strict=True))
     return received
+
+
+def raise_together(
+    own: str,
+    describe: Callable[[str], Exception],
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Raise an error on all ranks if any of them has one. Collective.
+
+    Args:
+        own: This rank's error in words; "" for none.
+        describe: Makes the exception of the errors of all ranks, each with its rank before it.
+        name: Name of the collective in logs and errors.
+        process_set: The ranks that take part.
+    """
+    every = allgather_object(own, name, process_set)
+    ranks = process_set.ranks or range(len(every))
+    texts = [f"rank {rank}: {text}" for rank, text in zip(ranks, every, strict=True) if text]
+    if texts:
+        raise describe("; ".join(texts))
 
 
 def broadcast_object(

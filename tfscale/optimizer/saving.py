@@ -161,10 +161,8 @@ def on_first_rank(
         elif aside is not None:
             aside()
     except Exception as failure:
-        error = f"rank {runtime.rank()}: {type(failure).__name__}: {failure}"
-    errors = [text for text in objects.allgather_object(error, name=what) if text]
-    if errors:
-        raise ExchangeError(f"Files must be written. Received: {'; '.join(errors)}.")
+        error = f"{type(failure).__name__}: {failure}"
+    objects.raise_together(error, _unwritten, what)
 
 
 def save_beside(
@@ -221,11 +219,11 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
         if is_writer:
             write()
     except Exception as failure:
-        error = f"rank {runtime.rank()}: {type(failure).__name__}: {failure}"
+        error = f"{type(failure).__name__}: {failure}"
     for kept in states:
         kept.forget()
-    errors = [
-        text for text in objects.allgather_object(error, what, process_set=process_set) if text
-    ]
-    if errors:
-        raise ExchangeError(f"Files must be written. Received: {'; '.join(errors)}.")
+    objects.raise_together(error, _unwritten, what, process_set)
+
+
+def _unwritten(errors: str) -> ExchangeError:
+    return ExchangeError(f"Files must be written. Received: {errors}.")

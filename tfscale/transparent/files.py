@@ -90,16 +90,17 @@ class WrittenOnce(RankZero):
             failure = error
         if not runtime.is_single():
             own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-            every = objects.allgather_object(own, name="end of a callback that writes")
-            failed = [f"{text} on rank {rank}" for rank, text in enumerate(every) if text]
-            if failed and failure is None:
-                raise ExchangeError(
-                    "A callback of rank 0 must end without an error, or its files are not "
-                    f"complete. Received: {type(self.callback).__name__} and {failed[0]}. Correct "
-                    "what it reports there."
-                )
-        if failure is not None:
+            objects.raise_together(
+                own, lambda errors: failure or self._incomplete(errors), "end of a writing callback"
+            )
+        elif failure is not None:
             raise failure
+
+    def _incomplete(self, errors: str) -> ExchangeError:
+        return ExchangeError(
+            "A callback of rank 0 must end without an error, or its files are not complete. "
+            f"Received: {type(self.callback).__name__} and {errors}. Correct what it reports there."
+        )
 
 
 def patch(patches: Patches, began_s: float, shares_state: bool) -> None:
