@@ -74,9 +74,9 @@ UNITS = (
     Unit("users' scripts", 14.0, ("tests/scripts",)),
     Unit("jobs", 7.5, ("tests/parallel", f"--ignore={PARALLEL}", f"--ignore={LAYOUTS}")),
     Unit("layouts of hosts", 6.0, (LAYOUTS,)),
-    Unit("faults", 13.0, ("tests/faults", f"--ignore={SLURM}")),
+    Unit("faults", 17.0, ("tests/faults", f"--ignore={SLURM}")),
     Unit("Slurm", 2.5, (SLURM,)),
-    Unit("emulated cluster", 3.0, ("tests/cluster",)),
+    Unit("emulated cluster", 5.0, ("tests/cluster",)),
     Unit("Horovod's contract", 6.0, ("tests/horovod_contract",)),
 )
 
