@@ -15,7 +15,8 @@ constexpr int64_t kKeptGenerations = 4;
 
 // These hold for good, whatever the generation.
 bool IsFinal(MarkKind kind) {
-  return kind == MarkKind::kLeft || kind == MarkKind::kFailed || kind == MarkKind::kQuiet;
+  return kind == MarkKind::kLeft || kind == MarkKind::kFailed || kind == MarkKind::kQuiet ||
+         kind == MarkKind::kSeen;
 }
 
 bool IsNotice(MarkKind kind) {
@@ -137,7 +138,7 @@ int64_t Marks::CountOf(const Mark& mark, const PlanKey& plan, bool is_patient) c
 bool Marks::Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, int64_t generation,
                      bool is_patient) const {
   if (mark.kind == MarkKind::kFailed) return true;
-  if (mark.kind == MarkKind::kQuiet) return false;
+  if (mark.kind == MarkKind::kQuiet || mark.kind == MarkKind::kSeen) return false;
   if (mark.kind != MarkKind::kLeft) {
     if (plan.second == kEager) return false;
     if (mark.incarnation != incarnation_ || mark.number != generation + 1) return false;

@@ -21,7 +21,8 @@ namespace tfscale {
 // Values are part of the C interface, in which the first two may be set.
 // kFailed: communication failed on that rank; it takes part in nothing any more.
 // kQuiet: after kLeft, when no message that the rank sent is pending.
-// The last three are notices and change no count: a rank that waits asks
+// kSeen: after kQuiet, when the rank has that of all others and needs nothing more from them.
+// kPing, kAlive and kWaiting are notices and change no count: a rank that waits asks
 // another whether it lives (answered by kAlive), and reports that it waits.
 enum class MarkKind : int {
   kEpochEnd = 0,
@@ -31,7 +32,8 @@ enum class MarkKind : int {
   kQuiet = 4,
   kPing = 5,
   kAlive = 6,
-  kWaiting = 7
+  kWaiting = 7,
+  kSeen = 8
 };
 
 // Names a plan alike on all ranks: group id and plan index; index kEager for

@@ -127,6 +127,7 @@ class Scheduler {
   int n_failed_before_ = 0;  // other ranks, when this one began to leave
   bool is_cut_off_ = false;
   bool is_quiet_ = false;
+  std::optional<Clock::time_point> seen_at_;  // when the marks kQuiet of all others had arrived
   bool has_left_ = false;
   std::string leave_failure_;
 };

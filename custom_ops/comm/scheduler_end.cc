@@ -1,5 +1,6 @@
 // The end of collectives that do not succeed, and the leaving of a rank.
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <string>
 #include <utility>
@@ -8,6 +9,12 @@
 #include "comm/scheduler.h"
 
 namespace tfscale {
+namespace {
+
+// For the last mark of other ranks, on bad links: several turns of TCP.
+constexpr std::chrono::seconds kLastWait{10};
+
+}  // namespace
 
 void Scheduler::Fail(const std::string& why) {
   if (has_failed()) return;
@@ -143,7 +150,16 @@ bool Scheduler::StepLeave() {
     if (!is_quiet_) marks_.Send(MarkKind::kQuiet, {});
     is_quiet_ = true;
     const std::vector<int> unquiet = marks_.Without(MarkKind::kQuiet);
-    has_left_ = unquiet.empty() && marks_.is_sent();
+    if (unquiet.empty() && !seen_at_) {
+      marks_.Send(MarkKind::kSeen, {});
+      seen_at_ = Clock::now();
+    }
+    // A message that MPI has taken over is lost where its packet is lost and the process that would
+    // send it again has ended. So a rank stays until the others have seen that it is quiet. The
+    // last mark may be lost, too, and nothing is needed of a rank that does not wait for it.
+    const bool is_seen = seen_at_ && (marks_.Without(MarkKind::kSeen).empty() ||
+                                      Clock::now() - *seen_at_ > kLastWait);
+    has_left_ = is_seen && marks_.is_sent();
     // A rank that has not received a mark has not left: others must not be asked any more.
     if (!has_left_) {
       stalls_.LookAtEnd(Clock::now(), unquiet.empty() ? marks_.Untaken() : unquiet);
