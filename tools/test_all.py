@@ -74,7 +74,7 @@ UNITS = (
     Unit("users' scripts", 14.0, ("tests/scripts",)),
     Unit("jobs", 7.5, ("tests/parallel", f"--ignore={PARALLEL}", f"--ignore={LAYOUTS}")),
     Unit("layouts of hosts", 6.0, (LAYOUTS,)),
-    Unit("faults", 17.0, ("tests/faults", f"--ignore={SLURM}")),
+    Unit("faults", 18.0, ("tests/faults", f"--ignore={SLURM}")),
     Unit("Slurm", 2.5, (SLURM,)),
     Unit("emulated cluster", 5.0, ("tests/cluster",)),
     Unit("Horovod's contract", 6.0, ("tests/horovod_contract",)),

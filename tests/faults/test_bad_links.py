@@ -1,4 +1,4 @@
-"""Two hosts of two ranks on bad links: training gives what it gives on good ones."""
+"""Two hosts of two ranks on bad links: the start, a restart and training give what good ones do."""
 
 import itertools
 import os
@@ -74,14 +74,14 @@ def layout():
     control.down(NAME)
 
 
-def start(tmp_path, layout, *words, per_host=2):
+def start(tmp_path, layout, text, *words, per_host=2, options=()):
     hosts = ",".join(f"{node.address}:{per_host}" for node in layout.nodes)
     size = per_host * len(layout.nodes)
     environ = commands.run_variables(str(script_path(NAME)), size, os.cpu_count() or 1)
     environ["TFSCALE_START_S"] = str(START_S)
-    options = ("-H", hosts, "--quiet")
+    options = ("-H", hosts, "--quiet", *options)
     inside = commands.inside(layout.bridge_namespace)
-    return Job(tmp_path, PHASES, *words, size=size, options=options, prefix=inside, environ=environ)
+    return Job(tmp_path, text, *words, size=size, options=options, prefix=inside, environ=environ)
 
 
 def wait_for(job, text, n=1):
@@ -106,7 +106,7 @@ PHASE_NAMES = [
 def test_training_goes_on_as_if_nothing_had_happened(tmp_path, layout):
     """Started on bad links; packets are lost, late and out of order, and a host is cut off."""
     control.set_shape(NAME, BAD)
-    with start(tmp_path, layout, str(tmp_path), *PHASE_NAMES) as job:
+    with start(tmp_path, layout, PHASES, str(tmp_path), *PHASE_NAMES) as job:
         wait_for(job, f"READY {PHASE_NAMES[0]} ", 4)
         for phase in PHASE_NAMES:
             control.set_shape(NAME, GOOD)
@@ -127,3 +127,29 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path, layout):
         expected = digests(output, phase.partition("-")[0] + "-good")
         assert len(expected) == 4 and len(set(expected)) == 1, output
         assert digests(output, phase) == expected, output
+
+
+RESTARTED = """
+import os, signal
+import numpy as np
+import tfscale
+tfscale.init()
+total = tfscale.allreduce(np.ones(1000), op=tfscale.Sum).numpy()
+if os.environ["TFSCALE_RESTART"] == "0" and tfscale.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+for _ in range(5):
+    total = tfscale.allreduce(np.ones(100000), op=tfscale.Sum).numpy()
+assert (total == tfscale.size()).all()
+print(f"rank {tfscale.rank()} in attempt {os.environ['TFSCALE_RESTART']} .", flush=True)
+"""
+
+
+@pytest.mark.timeout(4 * START_S)
+def test_a_job_starts_again_on_bad_links(tmp_path, layout):
+    control.set_shape(NAME, BAD)
+    options = ("--restarts", "1")
+    with start(tmp_path, layout, RESTARTED, per_host=1, options=options) as job:
+        for rank in range(2):
+            wait_for(job, f"rank {rank} in attempt 1 .")
+        output = job.output_of_end(0)
+    assert "rank 1 on host node1 was killed by signal 9" in output
