@@ -105,7 +105,7 @@ def case_files_load_where_tfscale_is_not():
         model = train(prepared(Adam(0.01)))
         with dtype_policy("mixed_float16"):
             scaled = train(prepared(LSO(Adam(0.01)), auto_scale_loss=False))
-        assert bool(model.optimizer.parts and scaled.optimizer.parts) == is_shared
+        assert bool(model.optimizer.bound.kept and scaled.optimizer.bound.kept) == is_shared
         with shared_folder() as folder:
             if is_first:
                 new_model(DistributedOptimizer(Adam(0.01))).save(folder / "fresh.keras")

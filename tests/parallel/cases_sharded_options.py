@@ -204,7 +204,7 @@ def case_process_set():
         for step in range(N_STEPS):
             begin = step * BATCH + n * max(pair.rank(), 0)
             model.train_on_batch(x[begin : begin + n], y[begin : begin + n])
-        assert bool(optimizer.parts) == pair.included()
+        assert bool(optimizer.bound.kept) == pair.included()
         with shared_folder() as folder:
             if pair.included():
                 model.save(folder / "pair.keras")

@@ -328,11 +328,24 @@ def unlisted_state(rule: Any) -> dict[str, np.ndarray]:
 _HOLDER = "_tfscale_holder"
 
 
+class _Held:
+    """What stands between an update rule and its holder: Keras walks over saveable attributes.
+
+    Copies of the rule have no holder.
+    """
+
+    def __init__(self, holder: Any = None) -> None:
+        self.holder = holder
+
+    def __reduce__(self) -> Any:
+        return _Held, ()
+
+
 def holder_of(rule: Any) -> Any:
     """Return the distributed optimizer that has built an update rule on pieces of variables."""
-    return vars(rule).get(_HOLDER)
+    return vars(rule)[_HOLDER].holder if _HOLDER in vars(rule) else None
 
 
 def set_holder(rule: Any, holder: Any) -> None:
     """Note which distributed optimizer has built an update rule on pieces; None for variables."""
-    vars(rule)[_HOLDER] = holder
+    vars(rule)[_HOLDER] = _Held(holder)

@@ -188,7 +188,8 @@ class Distributed:
         replace_environment(self._environment)
         for model in self._models:
             forget(model)  # first: it puts back the steps that were there before it
-            restore_methods(model, *_STEPS, "save", "save_weights")
+            # The last one may lead to a patched method.
+            restore_methods(model, *_STEPS, "save", "save_weights", "make_train_function")
             replace_methods(model, **self._own_steps[model])
             drop_functions(model)
         if self._stdout is not None:
