@@ -24,7 +24,7 @@ VERSION = native.present_tensorflow()
 COMPILER = """
 import sys, time
 from pathlib import Path
-from tfscale.comm import library, native
+from tfscale.native import compiler as native, library
 
 def build(output_dir, build_dir):
     with open(sys.argv[1], "a") as notes:

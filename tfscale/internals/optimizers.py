@@ -329,7 +329,7 @@ _HOLDER = "_tfscale_holder"
 
 
 class _Held:
-    """What stands between an update rule and its holder: Keras walks over saveable attributes.
+    """The link from an update rule to its holder: Keras walks over saveable attributes.
 
     Copies of the rule have no holder.
     """

@@ -25,7 +25,7 @@ from tfscale.config import environment
 from tfscale.testing.processes import start
 
 START_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 400.0  # many traced functions are freed, perhaps on a busy machine
 CASE_TIMEOUT_S = 60.0
 _GRACE_S = 4.0  # a rank failed: how long the others may still take
 
