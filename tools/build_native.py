@@ -24,4 +24,4 @@ def import_bare(name: str) -> types.ModuleType:
 
 if __name__ == "__main__":
     objects = ["--objects", str(ROOT / "build" / "native")]
-    sys.exit(import_bare("tfscale.native.library").main([*objects, *sys.argv[1:]]))
+    sys.exit(import_bare("tfscale.native.cache").main([*objects, *sys.argv[1:]]))

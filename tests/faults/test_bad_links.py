@@ -120,7 +120,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path, layout):
             if phase.endswith("chaos"):
                 for shape in CHAOS:
                     control.set_shape(NAME, shape)
-                    time.sleep(2.0)  # so that steps run with it
+                    time.sleep(2.0)  # steps are to meet these links; nothing tells when
             wait_for(job, f"weights {phase} ", 4)
         output = job.output_of_end(0)
     for phase in PHASE_NAMES:

@@ -14,8 +14,8 @@ from tfscale.comm import start
 from tfscale.comm.backends import engine
 from tfscale.config import ExchangeError, Settings
 from tfscale.launcher import cli, doctor, mpi_command
+from tfscale.native import cache as library
 from tfscale.native import compiler as native
-from tfscale.native import library
 
 ANSWER = {"version": "2", "compile": [], "link": []}
 MPI = mpi_command.Mpi("mpich", "5.0.2", "/bin/mpiexec")
@@ -24,7 +24,7 @@ VERSION = native.present_tensorflow()
 COMPILER = """
 import sys, time
 from pathlib import Path
-from tfscale.native import compiler as native, library
+from tfscale.native import cache as library, compiler as native
 
 def build(output_dir, build_dir):
     with open(sys.argv[1], "a") as notes:

@@ -10,7 +10,7 @@ from tfscale.comm.backends import engine
 from tfscale.comm.backends.engine import Library
 from tfscale.config import ExchangeError
 from tfscale.native import compiler as native
-from tfscale.native.library import prepare_library
+from tfscale.native.cache import prepare_library
 
 
 def test_an_older_library_is_refused_with_the_command(monkeypatch):

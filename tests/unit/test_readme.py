@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.launching import launch_script, run_in_folder
 from tfscale.launcher import cli, mpi_command, reports
-from tfscale.native import library
+from tfscale.native import cache as library
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]

@@ -12,8 +12,8 @@ import tfscale
 from tfscale.comm import runtime
 from tfscale.comm.backends.horovod import is_installed, load_horovod
 from tfscale.config import ExchangeError
+from tfscale.native.cache import find_library
 from tfscale.native.compiler import find_toolchain
-from tfscale.native.library import find_library
 
 
 def versions() -> str:

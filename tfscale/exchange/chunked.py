@@ -111,7 +111,7 @@ class Chunked(Exchange):
 
     @property
     def is_measured(self) -> bool:  # type: ignore[override]
-        """Whether the boundary of the first chunk is measured: it is "auto"."""
+        """Whether steps are measured to find the boundary of the first chunk ("auto")."""
         is_open = self.first_chunk_layers == "auto" and self.first_chunk_from is None
         return is_open and self.chunks not in (1, "per_layer")
 

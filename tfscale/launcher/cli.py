@@ -23,7 +23,7 @@ from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
 from tfscale.launcher.tune import add_tune
-from tfscale.native import library
+from tfscale.native import cache as library
 from tfscale.native.cores import count_cores
 from tfscale.transparent.__main__ import read_verify
 

@@ -25,7 +25,8 @@ from tfscale.launcher.mpi_command import (
     new_job,
     thread_variables,
 )
-from tfscale.native import library, mpi_files
+from tfscale.native import cache as library
+from tfscale.native import mpi_files
 from tfscale.native.compiler import (
     PACKAGE,
     SUPPORTED_TENSORFLOW,

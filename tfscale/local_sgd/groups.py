@@ -33,7 +33,7 @@ class Groups:
 
     @property
     def is_apart(self) -> bool:
-        """Whether groups train apart."""
+        """Whether the groups train separately by now."""
         return self.across is not None
 
     @property

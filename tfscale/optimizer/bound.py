@@ -186,17 +186,17 @@ class Bound:
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank holds a part of parameters and state."""
+        """Whether parameters and state are divided among the ranks."""
         return self.executor.shards is not None
 
     @property
     def is_cutting(self) -> bool:
-        """Whether parameters are cut, or will be once they are built."""
+        """Whether the exchange divides parameters among the ranks, now or when it is built."""
         return self.is_ready and self.executor.strategy.is_sharding
 
     @property
     def is_built(self) -> bool:
-        """Whether the optimizer is built on what this rank updates."""
+        """Whether the optimizer has its state, for what this rank updates."""
         is_averaged = self.groups is None or not self.groups.is_apart or self.average is not None
         is_as_planned = self.is_cut or not self.executor.strategy.is_sharding
         return self.optimizer.built and is_as_planned and is_averaged
@@ -219,7 +219,7 @@ class Bound:
 
     @property
     def is_waiting_for_groups(self) -> bool:
-        """Whether groups will train apart later."""
+        """Whether there are groups that begin to train separately later (`LocalSGD(start=...)`)."""
         return self.groups is not None and not self.groups.is_apart
 
     def why_not_cut(self, model: keras.Model) -> str:

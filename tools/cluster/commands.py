@@ -119,13 +119,13 @@ def shape_commands(layout: Layout, shape: Shape, has_netem: bool = True) -> list
 
 
 def unshape_commands(layout: Layout) -> list[Command]:
-    """Return what takes rate, delay and loss off every link again."""
+    """Return the commands that take rate, delay and loss off every link again."""
     ends = ends_of_links(layout)
     return [["tc", "-n", name, "qdisc", "del", "dev", device, "root"] for name, device in ends]
 
 
 def probe_commands(layout: Layout) -> list[Command]:
-    """Return what fails where the kernel has no netem, and changes nothing."""
+    """Return a command that fails if the kernel has no netem, and changes nothing."""
     start = ["tc", "-n", layout.bridge_namespace, "qdisc"]
     return [
         [*start, "replace", "dev", "lo", "root", "netem"],
@@ -134,7 +134,7 @@ def probe_commands(layout: Layout) -> list[Command]:
 
 
 def wire_commands(layout: Layout) -> list[Command]:
-    """Return what takes the links off the bridge; `wire_program` joins port and inner device.
+    """Return the commands that take links off the bridge; `wire_program` joins their ends.
 
     These answer no question for an address: the bridge does, which is in the same namespace.
     """
@@ -151,7 +151,7 @@ def wire_commands(layout: Layout) -> list[Command]:
 
 
 def unwire_commands(layout: Layout) -> list[Command]:
-    """Return what puts the links on the bridge again."""
+    """Return the commands that put the links on the bridge again."""
     start = ["ip", "-n", layout.bridge_namespace, "link"]
     lines = []
     for node in layout.nodes:
@@ -168,7 +168,7 @@ def wire_program(layout: Layout, path: str) -> Command:
 
 
 def link_command(layout: Layout, node: int, is_up: bool) -> Command:
-    """Return what cuts the link of a node, or mends it."""
+    """Return the commands that cut the link of a node, or restore it."""
     port = layout.nodes[node].port
     state = "up" if is_up else "down"
     return ["ip", "-n", layout.bridge_namespace, "link", "set", port, state]

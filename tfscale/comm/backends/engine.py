@@ -32,8 +32,8 @@ from tfscale.comm.backends.slots import Slots
 from tfscale.comm.software import versions
 from tfscale.config import ExchangeError, Settings, environment, require
 from tfscale.internals.keras import by_device, raw_variable
+from tfscale.native.cache import PACKAGED, prepare_library
 from tfscale.native.cores import find_quota, share_of_cores
-from tfscale.native.library import PACKAGED, prepare_library
 from tfscale.plan.segments import SegmentedBucket
 
 logger = logging.getLogger("tfscale")
