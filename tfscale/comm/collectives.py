@@ -566,7 +566,9 @@ def allreduce_sparse(
         )
     runtime.require_reducible([slices.values])
     dtype = slices.values.dtype
-    wide = tf.cast(slices.values, reduction.summed_as(dtype))
+    # Rows of one rank may have equal indices: their sum may overflow where there is one rank, too.
+    is_wide = is_mean and dtype.is_integer
+    wide = tf.cast(slices.values, tf.int64 if is_wide else reduction.summed_as(dtype))
     slices = tf.IndexedSlices(wide, slices.indices, slices.dense_shape)
     own = slices if keeps_repeats else deduplicate(slices)
     terms = reduction.terms("sparse") + _dense_shape_terms(own)
