@@ -70,6 +70,40 @@ def case_broadcast_from_every_rank():
                 np.testing.assert_array_equal(plain(result), expected, f"{root} {dtype}")
 
 
+def case_small_variables_are_broadcast_together():
+    """Of any dtype, with and without values, and one whose shape changes, from any root."""
+    kinds = ("float64", "uint32", "bool", "bfloat16", "int64")
+    values = [
+        tf.cast(tf.fill(shape, rank + i), kinds[i % 5])
+        for i, shape in enumerate([(), (3,), (2, 0), (2, 2)] * 10)
+    ]
+    values.append(tf.fill([2 << 19], rank + 0.5))  # too large for a message with others
+    variables = [tf.Variable(v) for v in values]
+    variables.append(tf.Variable([[rank]], shape=[None, 1]))
+    variables.append(tf.Variable("a string, which stays"))
+    for root in range(size):
+        for variable, value in zip(variables, values, strict=False):
+            variable.assign(value)
+        variables[-2].assign([[rank]] * 2)
+        tfscale.broadcast_variables(variables, root)
+        for i, variable in enumerate(variables[:40]):
+            expected = tf.cast(tf.fill(variable.shape, root + i), variable.dtype)
+            np.testing.assert_array_equal(plain(variable), plain(expected), f"{i} from {root}")
+        np.testing.assert_array_equal(variables[40], np.full(2 << 19, root + 0.5, "float32"))
+        assert variables[41].numpy().tolist() == [[root], [root]]
+
+
+@sizes(2, 3, 4)
+def case_variables_that_differ_are_refused_by_name():
+    widths = [1, 1, 1 + (rank == size - 1), 1]
+    variables = [tf.Variable(tf.ones([w]), name=f"v{i}") for i, w in enumerate(widths)]
+    texts = f"v2:0 float32(1,) on rank 0 and v2:0 float32(2,) on rank {size - 1}", "number 2"
+    require_error(lambda: tfscale.broadcast_variables(variables), "ExchangeError", *texts)
+    fewer = variables[: 2 - (rank == size - 1)]
+    texts = "v1:0 float32(1,) on rank 0 and no further variable on rank", "number 1 of 2 and 1"
+    require_error(lambda: tfscale.broadcast_variables(fewer), "ExchangeError", *texts)
+
+
 @sizes(2, 3, 4)
 def case_different_widths_and_roots_are_refused():
     require_error(

@@ -72,7 +72,7 @@ def run_size(session: pytest.Session, size: int) -> dict[tuple[str, int], list[R
         i.callspec.params["case"] for i in session.items if "case" in getattr(i, "fixturenames", ())
     ]
     chosen = [item for item in selected if item[1] == size]
-    limits = {case: limit_s or 60.0 for case, _, limit_s in chosen}
+    limits = {case: limit_s or 180.0 for case, _, limit_s in chosen}
     results: dict[tuple[str, int], list[RankResult]] = {}
     for result in spawn(size, [case for case, _, _ in chosen], timeout_s=limits):
         results.setdefault((result.case, size), []).append(result)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from tfscale.comm.collectives import broadcast, call_of, require_member
 from tfscale.comm.eager import Header, agree, gather_bytes
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ExchangeError
+
+_PACKED_BYTES = 4 << 20  # of variables that are broadcast in one message
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,72 @@ def broadcast_variables(
     """
     del inplace
     require_member(root_rank, process_set.group())
-    if process_set.size() > 1:
-        numeric = [v for v in variables if tf.as_dtype(v.dtype) != tf.string]
+    if process_set.size() == 1:
+        return
+    numeric = [v for v in variables if tf.as_dtype(v.dtype) != tf.string]
+    if not tf.executing_eagerly():
         broadcast_(numeric, root_rank, process_set=process_set)
+        return
+    _require_alike(numeric, process_set)
+    for packed in messages_of(numeric):
+        if len(packed) == 1:
+            broadcast_(packed, root_rank, process_set=process_set)
+            continue
+        flat = tf.concat([tf.reshape(v, [-1]) for v in packed], 0)
+        label = f"{getattr(packed[0], 'path', packed[0].name)} and {len(packed) - 1} more"
+        received = broadcast(flat, root_rank, process_set=process_set, name=label)
+        sizes = [_n_values(v) for v in packed]
+        for variable, values in zip(packed, tf.split(received, sizes), strict=True):
+            variable.assign(tf.reshape(values, variable.shape))
+
+
+def _require_alike(variables: Sequence[Any], process_set: ProcessSet) -> None:
+    """Raise an error that names the first variable that is not alike on all ranks. Collective."""
+    own = [f"{tf.as_dtype(v.dtype).name}{tf.TensorShape(v.shape)}" for v in variables]
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    digests = allgather_object(digest, name="digest of variables", process_set=process_set)
+    if len(set(digests)) == 1:
+        return
+    named = [f"{getattr(v, 'path', v.name)} {kind}" for v, kind in zip(variables, own, strict=True)]
+    lists = allgather_object((own, named), name="kinds of variables", process_set=process_set)
+    ranks = process_set.group().ranks
+    kinds, names = lists[0]
+    rank, (others, other_names) = next(
+        (r, given) for r, given in zip(ranks, lists, strict=True) if given[0] != kinds
+    )
+    i = next(i for i, pair in enumerate(zip_longest(kinds, others)) if pair[0] != pair[1])
+    here, there = ((*n, "no further variable")[min(i, len(n))] for n in (names, other_names))
+    raise ExchangeError(
+        "broadcast_variables needs as many variables on all ranks, of equal dtypes and shapes. "
+        f"Received: {here} on rank {ranks[0]} and {there} on rank {rank}, as number {i} of "
+        f"{len(kinds)} and {len(others)}. Build the same model on every rank, and the optimizer "
+        "before you broadcast its variables."
+    )
+
+
+def _n_values(variable: Any) -> int | None:
+    """Return the number of a variable's values; None where its shape may change."""
+    return tf.TensorShape(variable.shape).num_elements()
+
+
+def messages_of(variables: Sequence[Any]) -> list[list[Any]]:
+    """Return the variables in messages: small ones of a dtype together, large ones alone.
+
+    A model may have thousands of small variables, and each message takes a turn of the link.
+    """
+    messages: list[list[Any]] = []
+    open_by_dtype: dict[tf.DType, list[Any]] = {}
+    n_bytes: dict[tf.DType, int] = {}
+    for variable in variables:
+        dtype = tf.as_dtype(variable.dtype)
+        n_values = _n_values(variable)
+        size = _PACKED_BYTES + 1 if n_values is None else n_values * dtype.size
+        if dtype not in open_by_dtype or n_bytes[dtype] + size > _PACKED_BYTES:
+            open_by_dtype[dtype], n_bytes[dtype] = [], 0
+            messages.append(open_by_dtype[dtype])
+        open_by_dtype[dtype].append(variable)
+        n_bytes[dtype] += size
+    return messages
 
 
 def broadcast_(

@@ -20,7 +20,7 @@ from tfscale.exchange.residuals import keep, rescale
 from tfscale.exchange.shards import name_of
 from tfscale.internals.optimizers import iterations_of, scaled_by
 from tfscale.internals.trace import run_either
-from tfscale.optimizer.rules import are_finite, is_finite
+from tfscale.optimizer.rules import are_finite
 
 logger = logging.getLogger("tfscale")
 
@@ -120,8 +120,9 @@ class NonFinite:
         Collective unless the policy is "warn": all ranks take this branch.
         """
         names = [name_of(v) for _, v in pairs]
-        bad = [tf.logical_not(is_finite(g)) for g, _ in pairs]
-        flags = tf.cast(tf.stack(bad), tf.uint8)
+        # One op for all gradients: this branch is traced with every model, and hardly ever runs.
+        flags = tf.numpy_function(_are_bad, [values_of(g) for g, _ in pairs], tf.uint8)
+        flags = tf.ensure_shape(flags, [len(pairs)])
         ranks = [runtime.rank()]
         if group.size > 1 and group.rank >= 0 and self.policy != "warn":
             ranks = list(group.ranks)
@@ -161,6 +162,11 @@ class NonFinite:
         n = int(self._skipped.assign_add(1))
         if n <= _LOGGED or n % 100 == 0:
             logger.warning("%s%s. All ranks skip it; %d skipped so far.", text, what, n)
+
+
+def _are_bad(*gradients: np.ndarray) -> np.ndarray:
+    """Return 1 for each gradient with values that are not finite, else 0; uint8."""
+    return np.array([not np.isfinite(values).all() for values in gradients], np.uint8)
 
 
 def _update_scaled(optimizer: Any, reduced: Reduced) -> None:
