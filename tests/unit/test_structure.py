@@ -69,13 +69,14 @@ PUBLIC = """
     """
 # Other modules, each with the tests that import it.
 DIRECT = {
-    # Machines that are not here: GPUs, Horovod, other clocks and cores, little memory, forks.
+    # Machines that are not here: GPUs, Horovod, other clocks and cores, little memory, forks, slow links.
     "callbacks/epoch_measures": "parallel/cases_verify unit/test_memory_guard",
     "comm/backends/engine": "unit/test_config unit/test_library unit/test_merge_op"
     " unit/test_native",
     "comm/backends/horovod": "unit/test_horovod_values",
     "comm/eager": "unit/test_horovod_values",
     "comm/events": "parallel/cases_trace unit/test_trace_files",
+    "comm/objects": "unit/test_broadcast_messages",
     "comm/runtime": "helpers/grid_exchange unit/test_checkpoint_faults",
     "comm/start": "unit/test_checkpoint_faults unit/test_launch unit/test_library",
     "comm/timeline": "parallel/cases_trace unit/test_trace_files",
