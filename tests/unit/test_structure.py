@@ -69,7 +69,7 @@ PUBLIC = """
     """
 # Other modules, each with the tests that import it.
 DIRECT = {
-    # Machines that are not here: GPUs, Horovod, other clocks and cores, little memory, forks, slow links.
+    # What is not here: GPUs, Horovod, other clocks and cores, little memory, forks, slow links.
     "callbacks/epoch_measures": "parallel/cases_verify unit/test_memory_guard",
     "comm/backends/engine": "unit/test_config unit/test_library unit/test_merge_op"
     " unit/test_native",
