@@ -85,7 +85,7 @@ def averaging(folder, data):
 def of_keras(folder):
     return [
         keras.callbacks.EarlyStopping("val_loss", patience=9),
-        keras.callbacks.ReduceLROnPlateau("val_loss", patience=9),
+        keras.callbacks.TerminateOnNaN(),
         RankZero(keras.callbacks.CSVLogger(folder / "log.csv")),
     ]
 

@@ -148,12 +148,11 @@ def test_a_callback_that_joins_when_training_begins():
             made.callbacks.append(late)
 
     model, late = line_model(), NonTrainableState()
-    made = keras.callbacks.CallbackList(
-        [STOP("loss"), Join(), MetricAverageCallback()], model=model
-    )
+    given = [STOP("loss"), Join(), MetricAverageCallback()]
+    made = keras.callbacks.CallbackList(given, add_history=True, model=model)
     model.fit(LINE, LINE, 4, verbose=0, callbacks=made)
-    expected = ["NonTrainableState", "MetricAverageCallback", "EarlyStopping", "Join"]
-    assert names_of(made.callbacks) == expected
+    own = ["NonTrainableState", "MetricAverageCallback"]
+    assert names_of(made.callbacks) == [*own, "EarlyStopping", "Join", "History"]
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
@@ -176,12 +175,12 @@ def test_hooks_of_all_methods_are_called_in_order(method):
 
         return Noting
 
-    kinds = [NonTrainableState, MetricAverageCallback, STOP]
+    model, kinds = line_model(), [NonTrainableState, MetricAverageCallback, STOP]
     for order in itertools.permutations(kinds):
         called.clear()
         arguments = {"x": LINE, "verbose": 0, "callbacks": [noting(kind)() for kind in order]}
         arguments |= {} if method == "predict" else {"y": LINE}
-        getattr(line_model(), method)(**arguments)
+        getattr(model, method)(**arguments)
         assert called == kinds
 
 

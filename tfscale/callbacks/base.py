@@ -19,11 +19,10 @@ from tfscale.config import ConfigError
 from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
-from tfscale.fit.session import FitSession, session_for
-from tfscale.internals.keras import replace_step, set_callbacks, steps_until
-from tfscale.internals.stack import callback_list_around
+from tfscale.fit.session import FitSession, join_list, session_for
+from tfscale.internals.keras import replace_step, steps_until
 from tfscale.internals.trace import run_either
-from tfscale.internals.traits import Traits, arrange
+from tfscale.internals.traits import Traits
 from tfscale.optimizer.distributed import accumulators, distributed_optimizers
 from tfscale.optimizer.saving import alone
 
@@ -68,13 +67,7 @@ class Callback(Traits):
             companion.set_model(model)
 
     def _arrange(self) -> None:
-        """Put this callback and its companions at their places in the list that Keras calls."""
-        callback_list = callback_list_around()
-        if callback_list is not None and callback_list.model is self.model:
-            listed = callback_list.callbacks
-            added = [c for c in self.companions if c not in listed]
-            set_callbacks(callback_list, arrange([*listed, *added]))
-        elif self.companions:
+        if not join_list(self) and self.companions:
             raise ConfigError(
                 f"{type(self).__name__} must be in a list of callbacks, which it adds to. Received:"
                 " a call of its set_model. Give it to fit, or to "

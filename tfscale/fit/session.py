@@ -108,6 +108,20 @@ class FitSession(Progress):
             self.add(StopTogether(self))
 
 
+def join_list(callback: Traits) -> bool:
+    """Arrange the list of callbacks that Keras calls, with the companions of one of them.
+
+    Returns False outside of the methods of a list for the callback's model.
+    """
+    callback_list = stack.callback_list_around()
+    if callback_list is None or callback_list.model is not callback.model:
+        return False
+    listed = callback_list.callbacks
+    added = [c for c in callback.companions if c not in listed]
+    set_callbacks(callback_list, arrange([*listed, *added]))
+    return True
+
+
 # The sessions of models, by their ids; held by callbacks only. A session keeps its model alive.
 _sessions: weakref.WeakValueDictionary[int, FitSession] = weakref.WeakValueDictionary()
 
