@@ -223,14 +223,11 @@ def _forwarding(name: str) -> Callable[..., None]:
     return hook
 
 
-for _name in (
-    *("set_params", "set_model"),
-    *("on_epoch_begin", "on_epoch_end", "on_train_begin", "on_train_end"),
-    *("on_train_batch_begin", "on_train_batch_end", "on_test_begin", "on_test_end"),
-    *("on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end"),
-    *("on_predict_batch_begin", "on_predict_batch_end"),
-):
-    setattr(RankZero, _name, _forwarding(_name))
+# Those of batches call `on_batch_begin` and `on_batch_end` of the callback.
+_HOOKS = ("on_epoch_", "on_train_", "on_test_", "on_predict_")
+for _name in vars(keras.callbacks.Callback):
+    if _name.startswith(("set_", *_HOOKS)):
+        setattr(RankZero, _name, _forwarding(_name))
 
 
 def may_communicate() -> bool:
