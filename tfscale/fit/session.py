@@ -118,7 +118,9 @@ def join_list(callback: Traits) -> bool:
         return False
     listed = callback_list.callbacks
     added = [c for c in callback.companions if c not in listed]
-    set_callbacks(callback_list, arrange([*listed, *added]))
+    arranged = arrange([*listed, *added])
+    if arranged != listed:
+        set_callbacks(callback_list, arranged)
     return True
 
 
