@@ -15,11 +15,11 @@ from tfscale.files import read_json_lines, write_atomically
 class RunFolder(keras.callbacks.Callback):
     """Write `run.json`, `metrics.jsonl` and `learning_curve.png` while a model trains.
 
-    Give it to `fit` on rank 0 only and last: it takes part in no exchange, and finds in `logs`
-    what the callbacks before it have averaged over the ranks. `metrics.jsonl` has one line per
-    epoch, written as soon as the epoch ends: `epoch` (from 1), `seconds` of training and
-    validation so far, `train_seconds` of this epoch without validation, `learning_rate`,
-    `batch_size`, and every entry of `logs`. When training ends, `run.json` gets `seconds` as well.
+    Give it to `fit` on rank 0 only: it takes part in no exchange, and finds in `logs` what
+    tfscale's callbacks have averaged over the ranks. `metrics.jsonl` has one line per epoch,
+    written as soon as the epoch ends: `epoch` (from 1), `seconds` of training and validation so
+    far, `train_seconds` of this epoch without validation, `learning_rate`, `batch_size`, and every
+    entry of `logs`. When training ends, `run.json` gets `seconds` as well.
 
     A `fit` that begins after the first epoch appends to the lines of the earlier run.
     """

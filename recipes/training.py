@@ -249,7 +249,7 @@ def _settings(model: keras.Model) -> dict[str, Any]:
 def _callbacks(
     folder: Path, train: tfscale.data.GlobalBatches, reference_batch: int
 ) -> Sequence[Any]:
-    """Return tfscale's callbacks in the order they need."""
+    """Return tfscale's callbacks."""
     callbacks: list[Any] = []
     if FLAGS.resume:
         callbacks.append(tfscale.callbacks.Checkpoint(folder / "backup", keep=1, shared=False))

@@ -65,7 +65,6 @@ n=32 | | number of steps. Received: steps=
 **batches(2) | **batches(1) | the same global batches.
 run_eagerly=True | | Received: run_eagerly=False,
 callbacks=[AVERAGE] | | number 0: nothing on rank 0 and number 0: MetricAverageCallback
-callbacks=[AVERAGE, START] | callbacks=[START, AVERAGE] | checks=True) on rank 0 and
 **scheduled(24) | **scheduled(12) | sizes={{1: 12}}) on rank 0 and
 **growing(interval=1) | **growing(interval=2) | : AdaptiveBatchSize(
 **averaged(2) | **averaged(1) | ParameterAveraging(every_n_epochs=1,
@@ -112,7 +111,8 @@ def case_each_difference_is_named():
 
 @sizes(2, timeout_s=120)
 def case_what_may_differ():
-    """Rates that are broadcast, silent callbacks, and models of ranks that train apart."""
+    """Orders, rates that are broadcast, silent callbacks, and models of ranks that train apart."""
+    train(callbacks=[AVERAGE, START] if is_odd() else [START, AVERAGE])
     rate = 0.1 * (1 + tfscale.rank())
     extra = [RankZero(keras.callbacks.TerminateOnNaN())] if is_odd() else []
     callbacks = [BroadcastGlobalVariablesCallback(0), *extra]

@@ -207,6 +207,19 @@ def case_files_and_lines_are_written_once():
 
 
 @sizes(2, timeout_s=120)
+def case_a_list_of_callbacks_that_the_script_made():
+    def train():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+        own = [keras.callbacks.EarlyStopping("loss", patience=9)]
+        made = keras.callbacks.CallbackList(own, add_history=True, model=model)
+        return results(model, model.fit(ROWS, TARGETS, 8, 2, verbose=0, callbacks=made))
+
+    with float64():
+        require_equal_runs(train)
+
+
+@sizes(2, timeout_s=120)
 def case_the_best_batch_is_that_of_rank_0():
     """The loss of a batch is each rank's own: ranks would not agree on when to save."""
     with shared_folder() as folder, distributed():

@@ -71,7 +71,7 @@ REFUSED = [
     ("Received: data=.*GlobalBatches", lambda: grow(data=dataset())),
     ("another object, GlobalBatches", lambda: grow(fit_options={"data": make_data()})),
     ("BatchSizeSchedule and AdaptiveBatch", lambda: grow(BatchSizeSchedule({1: 12}))),
-    ("AdaptiveBatchSize and BatchSize", lambda: grow(before=[BatchSizeSchedule({1: 12})])),
+    ("BatchSizeSchedule and AdaptiveBatch", lambda: grow(before=[BatchSizeSchedule({1: 12})])),
     ("Received: steps_per_epoch", lambda: grow(fit_options={"steps_per_epoch": 3})),
     (r"learning_rate=ExponentialDecay.*ScalableSchedule", lambda: grow(rate=DECAY)),
     *(
@@ -83,7 +83,6 @@ REFUSED = [
             ("Plateau", keras.callbacks.ReduceLROnPlateau()),
         )
     ),
-    ("BackupAndRestore comes before", lambda: grow(BackupAndRestore("backup"))),
     ("its shapes cannot", lambda: grow(model=LooksAtValues())),
     ("logs=", lambda: grow(model=silent())),
     ("Received: one process", lambda: grow(signal="noise_scale")),
@@ -122,6 +121,7 @@ REFUSED = [
     ("every_n_epochs must", lambda: Checkpoint("c", every_n_epochs=1.5)),
     ("every_seconds must", lambda: Checkpoint("c", every_seconds=0)),
     ("keep must", lambda: Checkpoint("c", keep=0)),
+    ("Received: Checkpoint with", lambda: fit(BackupAndRestore("b"), Checkpoint("c"))),
     ("a directory that all ranks write to", lambda: fit(Checkpoint(__file__))),
     ("backup_dir must", lambda: BackupAndRestore("")),
     ("save_freq must", lambda: BackupAndRestore("b", save_freq="batch")),

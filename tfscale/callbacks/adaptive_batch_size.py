@@ -57,10 +57,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
     It is logged with its reason and written to `log_path`; batch size, rate and theta are added
     to the logs of the epoch.
 
-    Collective: all ranks must pass it to `fit`, at the same place. Order: BackupAndRestore,
-    broadcast, MetricAverageCallback, this callback, then callbacks that use metrics. Each `fit`
-    begins with the initial batch size unless it resumes from a backup. After `fit` the data has its
-    own batch size again; the rate stays, and another instance takes it as its initial rate.
+    Collective: all ranks must pass it to `fit`. Each `fit` begins with the initial batch size
+    unless it resumes from a backup. After `fit` the data has its own batch size again; the rate
+    stays, and another instance takes it as its initial rate.
 
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
     """

@@ -1,8 +1,7 @@
-"""The base of all callbacks of tfscale, and callbacks that contain others."""
+"""The base of all callbacks of tfscale, and the one that runs another on rank 0."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfscale.callbacks.model_checkpoint import agree_on_saves, make_checkpoints_safe
-from tfscale.checkpoints.resumable import OnRankZero, Resumable, State
+from tfscale.checkpoints.resumable import State
 from tfscale.checkpoints.variables import non_trainable_state
 from tfscale.comm import runtime
 from tfscale.comm.eager import has_exchanged_gradients
@@ -20,7 +19,7 @@ from tfscale.config import ConfigError
 from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
 from tfscale.fit.preparation import prepare
-from tfscale.fit.session import FitSession, session_for
+from tfscale.fit.session import FitSession, join_list, session_for
 from tfscale.internals.keras import replace_step, steps_until
 from tfscale.internals.trace import run_either
 from tfscale.internals.traits import Traits
@@ -29,7 +28,7 @@ from tfscale.optimizer.saving import alone
 
 
 class Callback(Traits):
-    """Base class: prepare the model, and coordinate the ranks of a `fit`.
+    """Base class: prepare the model, arrange the callbacks, and coordinate the ranks of a `fit`.
 
     A subclass that overrides a hook calls the base hook first. With several tfscale callbacks in a
     list only the first one's hooks act, so ranks may have different numbers of them; but every rank
@@ -53,12 +52,27 @@ class Callback(Traits):
         return self.session.is_void
 
     def set_model(self, model: keras.Model) -> None:
-        """Prepare the model; see `tfscale.prepare` and `keep_finite`."""
+        """Arrange the callbacks; prepare the model, see `tfscale.prepare` and `keep_finite`.
+
+        Raises:
+            ConfigError: A callback that brings others along is in no list of callbacks.
+        """
         super().set_model(model)
+        self._arrange()
         prepare(model)
         keep_finite(model)
         if not runtime.is_single():
             make_checkpoints_safe()
+        for companion in self.companions:
+            companion.set_model(model)
+
+    def _arrange(self) -> None:
+        if not join_list(self) and self.companions:
+            raise ConfigError(
+                f"{type(self).__name__} must be in a list of callbacks, which it adds to. Received:"
+                " a call of its set_model. Give it to fit, or to "
+                "keras.callbacks.CallbackList(callbacks, model=model) and call the hooks of that."
+            )
 
     def restore_state(self, state: State, epoch: int) -> None:
         """Keep a state of `backup_state`, of a run that resumes with `epoch`, for the `fit`."""
@@ -77,6 +91,7 @@ class Callback(Traits):
                 incompatible with sharded parameters.
             ExchangeError: Steps, epochs or callbacks differ between ranks.
         """
+        self._arrange()  # also if it was added to the list since
         self._session = session = session_for(self.model, joining=self)
         plain = keras.callbacks.BackupAndRestore
         if not runtime.is_single() and any(type(c) is plain for c in session.callbacks):
@@ -155,40 +170,6 @@ class BeforeValidation(Callback):
             self.act()
 
 
-class Container(Callback):
-    """Forwards its hooks to the callbacks inside, after its own."""
-
-    def parts(self) -> list[Any]:
-        """Return the callbacks inside, in the order of their calls."""
-        return list(self.companions)
-
-    def around_parts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the callbacks inside are called."""
-        return contextlib.nullcontext()
-
-
-def _forwarding(name: str) -> Callable[..., None]:
-    def hook(self: Container, *args: Any, **kwargs: Any) -> None:
-        getattr(super(Container, self), name)(*args, **kwargs)
-        with self.around_parts():
-            for part in self.parts():
-                getattr(part, name)(*args, *kwargs.values())  # its parameters may have other names
-
-    hook.__name__ = name
-    hook.__doc__ = f"Hand `{name}` on to the callbacks inside."
-    return hook
-
-
-for _name in (
-    *("set_params", "set_model"),
-    *("on_epoch_begin", "on_epoch_end", "on_train_begin", "on_train_end"),
-    *("on_train_batch_begin", "on_train_batch_end", "on_test_begin", "on_test_end"),
-    *("on_test_batch_begin", "on_test_batch_end", "on_predict_begin", "on_predict_end"),
-    *("on_predict_batch_begin", "on_predict_batch_end"),
-):
-    setattr(Container, _name, _forwarding(_name))
-
-
 _CHANGES_MODEL = (
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ReduceLROnPlateau,
@@ -196,7 +177,7 @@ _CHANGES_MODEL = (
 )
 
 
-class RankZero(Container):
+class RankZero(Callback):
     """Run any Keras callback on rank 0 only: `RankZero(keras.callbacks.TensorBoard("logs"))`.
 
     Pass it to `fit` on every rank. On the other ranks no hook of the callback is called, not even
@@ -224,18 +205,29 @@ class RankZero(Container):
             raise ConfigError(
                 "RankZero takes a callback that leaves the model as it is, or ranks would differ. "
                 f"Received: {type(callback).__name__}, which sets weights or the learning rate. "
-                "Give it to fit() on all ranks, after MetricAverageCallback."
+                "Give it to fit() on all ranks."
             )
         self.callback = callback
-        self.companions = [OnRankZero(callback)] if isinstance(callback, Resumable) else []
 
-    def parts(self) -> list[Any]:
-        """Return the callback, on rank 0."""
-        return [self.callback] if runtime.rank() == 0 else []
 
-    def around_parts(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which saves wait for no other rank."""
-        return alone()
+def _forwarding(name: str) -> Callable[..., None]:
+    def hook(self: RankZero, *args: Any, **kwargs: Any) -> None:
+        getattr(super(RankZero, self), name)(*args, **kwargs)
+        if runtime.rank() == 0:
+            with alone():  # its saves wait for no other rank
+                # Its parameters may have other names.
+                getattr(self.callback, name)(*args, *kwargs.values())
+
+    hook.__name__ = name
+    hook.__doc__ = f"Call `{name}` of the callback, on rank 0."
+    return hook
+
+
+# Those of batches call `on_batch_begin` and `on_batch_end` of the callback.
+_HOOKS = ("on_epoch_", "on_train_", "on_test_", "on_predict_")
+for _name in vars(keras.callbacks.Callback):
+    if _name.startswith(("set_", *_HOOKS)):
+        setattr(RankZero, _name, _forwarding(_name))
 
 
 def may_communicate() -> bool:

@@ -13,12 +13,13 @@ from tfscale.config import ConfigError, check_integer
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.fit.preparation import prepare
 from tfscale.internals.optimizers import rate_of, update_rule
-from tfscale.internals.traits import own_of
+from tfscale.internals.traits import Phase, own_of
 
 
 class ChangingBatchSize(Callback):
     """Sets the size of each epoch's batches once a subclass has entered `_take_over`."""
 
+    phase = Phase.DECIDE
     sets_batch_size = True
     _data: GlobalBatches
 

@@ -18,8 +18,9 @@ from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError, check_integer, require
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
 from tfscale.fit.preparation import build_from_data, build_model
-from tfscale.fit.session import running_session, session_for
+from tfscale.fit.session import running_session
 from tfscale.internals.keras import begin_at_epoch, how_to_build, is_built, steps_until
+from tfscale.internals.traits import Phase
 
 logger = logging.getLogger("tfscale")
 
@@ -37,8 +38,7 @@ class Checkpoint(Callback):
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
     with exit code 75 (`tfscale.exit_codes.PREEMPTED`): start the job again to resume.
 
-    Collective: all ranks must pass it to `fit`, before all other callbacks of tfscale and those
-    with a state of their own. A directory belongs to one `fit` of a program.
+    Collective: all ranks must pass it to `fit`. A directory belongs to one `fit` of a program.
 
     Args:
         directory: Folder on a file system that all ranks share, unless `shared` is False; created
@@ -53,10 +53,12 @@ class Checkpoint(Callback):
 
     Raises:
         ConfigError: An argument does not fit. When training begins: ranks do not share the
-            directory, all checkpoints in it are damaged or belong to another model, or the order
-            of callbacks does not fit.
+            directory, all checkpoints in it are damaged or belong to another model, or there is
+            another such callback.
         ExchangeError: A rank could not write its part, on all ranks; earlier checkpoints stay.
     """
+
+    phase = Phase.RESTORE
 
     def __init__(
         self,
@@ -92,9 +94,8 @@ class Checkpoint(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the newest checkpoint, to be restored when the epoch begins. Collective."""
-        early = self._go_first()
         super().on_train_begin(logs)
-        self._require_order(early)
+        self._require_no_other()
         self._restart()
         self._saver.wait_for_earlier()
         begin_at_epoch(self.model, None)
@@ -117,30 +118,12 @@ class Checkpoint(Callback):
         self._schedule.start_clock()
         self._handler.install()
 
-    def _go_first(self) -> list[str]:
-        """Move this callback in front of all others; return the callbacks wrongly before it.
-
-        Keras's own callbacks may come before it in the list. Moved after it, they set their
-        learning rates once the checkpoint's is restored, and at the end of an epoch this callback
-        still sees whether training was stopped during the epoch.
-        """
-        self._session = session_for(self.model)  # of this `fit`, which it has not joined yet
-        callbacks = self.session.callbacks
-        before = callbacks[: callbacks.index(self)] if self in callbacks else []
-        if before:
-            self.session.put_first(self)
-        others = [c for c in callbacks if isinstance(c, Checkpoint) and c is not self]
-        own = [type(c).__name__ for c in [*before, *others] if isinstance(c, Callback)]
-        return own or [resumable.kind_of(c) for c in resumable.resumables(before)]
-
-    def _require_order(self, early: list[str]) -> None:
-        every = objects.allgather_object(early, name="order of callbacks")
-        wrong: list[str] = next(filter(None, every), [])
-        if wrong:
+    def _require_no_other(self) -> None:
+        others = [c for c in self.session.callbacks if isinstance(c, Checkpoint) and c is not self]
+        if others:  # on all ranks, which have compared their callbacks
             raise ConfigError(
-                f"{type(self).__name__} comes before all other callbacks of tfscale and those with "
-                "a state of their own, and no other one is with it. Received: "
-                f"{', '.join(wrong)} with it. Put it first."
+                f"{type(self).__name__} must be the only callback that restores and saves the run. "
+                f"Received: {type(others[0]).__name__} with it. Remove one."
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -283,8 +266,8 @@ class BackupAndRestore(Checkpoint):
     A backup is written when the next step begins, after all callbacks of the epoch before.
     A resumed run continues with the next step, bit for bit if operations are deterministic.
 
-    Collective: all ranks must pass it to `fit`, before other callbacks of tfscale and those with a
-    state of their own. Keras's own callback would write and delete the same files on every rank.
+    Collective: all ranks must pass it to `fit`. Keras's own callback would write and delete the
+    same files on every rank.
 
     Args:
         backup_dir: Folder that is used for nothing else.

@@ -17,6 +17,7 @@ from tfscale.config import ConfigError, check_integer
 from tfscale.files import append_json_lines, write_json_lines
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import optimizer_of
+from tfscale.internals.traits import Phase
 from tfscale.measure import analysis
 from tfscale.measure.analysis import EAGER, Key, collectives_before
 from tfscale.measure.report import FILE_NAME, write_report
@@ -37,7 +38,7 @@ class CommunicationReport(Callback):
 
     Backends other than the engine record no collectives; then only step times are written.
 
-    Collective: all ranks must pass it to `fit`, at the same place.
+    Collective: all ranks must pass it to `fit`.
 
     Args:
         directory: Folder of the files, created and written by rank 0. Files of an earlier run are
@@ -50,6 +51,8 @@ class CommunicationReport(Callback):
 
     Source: [T] eq. 3.8.
     """
+
+    phase = Phase.MEASURE
 
     def __init__(self, directory: str | Path, every_n_steps: int = 10) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.internals.keras import print_msg
 from tfscale.internals.optimizers import n_updates, rate_of, update_rule
+from tfscale.internals.traits import Phase
 from tfscale.measure.growth import RATE_RULES, RateRule
 from tfscale.optimizer.lars import LARS
 from tfscale.optimizer.scalable_schedule import ScalableSchedule
@@ -57,6 +58,7 @@ class LearningRateScheduleCallback(Callback):
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 3.
     """
 
+    phase = Phase.DECIDE
     _rate: Rate
 
     def __init__(

@@ -16,6 +16,7 @@ from tfscale.files import append_json_lines, has_matplotlib, read_json_lines, wr
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
 from tfscale.internals.optimizers import inner_optimizers, optimizer_of, update_rule
+from tfscale.internals.traits import Phase
 from tfscale.local_sgd.intervals import AdaptiveInterval
 from tfscale.local_sgd.overlapped import LABEL, OverlappedAverage
 from tfscale.measure.groups import draw_distances
@@ -72,6 +73,7 @@ class LocalModels(BeforeValidation):
     and sets `AdaptiveInterval` and `overlap="auto"`. Without local SGD it does nothing.
     """
 
+    phase = Phase.COMBINE
     shows_averages = True
 
     _own: list[np.ndarray] | None = None
@@ -212,6 +214,8 @@ class ModelDistance(Callback):
 
     Source: [L] eq. 9.
     """
+
+    phase = Phase.MEASURE
 
     def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__()

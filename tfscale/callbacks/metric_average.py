@@ -16,6 +16,7 @@ from tfscale.exchange.batch_shares import weight_of_last_batch
 from tfscale.fit.metric_updates import Source, flat_items, sources_of, watch
 from tfscale.fit.session import running_session
 from tfscale.internals.keras import give_back_results, replace_results
+from tfscale.internals.traits import Phase
 
 VALIDATION = "val_"
 REDUCE = {"sum": runtime.Sum, "mean": runtime.Average, "max": runtime.Max, "min": runtime.Min}
@@ -38,13 +39,12 @@ class MetricAverageCallback(Callback):
     for models with several outputs, count each batch alike unless its size is known beforehand
     (with `tfscale.data.GlobalBatches` it never is). Their sum, `loss`, is weighted by samples.
 
-    Callbacks that use metrics (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) and callbacks
-    that call `evaluate` themselves must come after it. Within `fit` ranks communicate only when the
-    steps of an epoch are over, so one rank may evaluate alone if it keeps the results out of the
-    logs. `model.evaluate(..., callbacks=[MetricAverageCallback()])` returns the metrics of all
-    ranks.
+    Keras's callbacks that use metrics (EarlyStopping, ReduceLROnPlateau, ModelCheckpoint) see those
+    of all ranks. Within `fit` ranks communicate only when the steps of an epoch are over, so one
+    rank may evaluate alone if it keeps the results out of the logs. `model.evaluate(...,
+    callbacks=[MetricAverageCallback()])` returns the metrics of all ranks.
 
-    Collective: all ranks must pass it, at the same place.
+    Collective: all ranks must pass it.
 
     Args:
         device: Ignored; kept for scripts written for Horovod.
@@ -55,6 +55,7 @@ class MetricAverageCallback(Callback):
         ExchangeError: At the end of an epoch, on all ranks, if a key is missing on some of them.
     """
 
+    phase = Phase.METRICS
     averages_metrics = True
     averages_validation = False  # whether callbacks see the metrics of all ranks in `on_test_end`
 
@@ -249,8 +250,7 @@ def _require_equal(what: str, names: list[set[str]]) -> None:
         raise ExchangeError(
             f"Every {what} must exist on all {runtime.size()} ranks to be averaged. Received: "
             f"{partial[0]!r} on ranks {holders} only. Give every rank the same metrics, "
-            "validation data and callbacks, or put callbacks that add keys on one rank after "
-            "MetricAverageCallback."
+            "validation data and callbacks: one that adds a key must do so on every rank."
         )
 
 

@@ -18,6 +18,7 @@ from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.fit.session import FitSession, session_of
 from tfscale.internals.keras import batches_of, saves_after, wrap_saves, writing_nothing
+from tfscale.internals.traits import Phase, Traits
 from tfscale.optimizer.distributed import distributed_optimizers, sharded_states
 from tfscale.optimizer.saving import alone, is_written_once
 
@@ -26,8 +27,8 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` that writes on rank 0 only.
 
     The arguments are those of Keras. It may be passed to `fit` on all ranks or on rank 0 only.
-    Ranks that have it make equal decisions, and have an equal `best`, if their logs are equal: put
-    it after `MetricAverageCallback`.
+    Ranks that have it make equal decisions, and have an equal `best`, if their logs are equal
+    (`MetricAverageCallback`).
     """
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
@@ -39,7 +40,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class BestModelCheckpoint(ModelCheckpoint):
     """Write the model whenever the monitored quantity improves; rank 0 writes.
 
-    All ranks make equal decisions if their logs are equal: put it after `MetricAverageCallback`.
+    All ranks make equal decisions if their logs are equal (`MetricAverageCallback`).
 
     Args:
         monitor: Key of the logs to watch.
@@ -73,12 +74,13 @@ class BestModelCheckpoint(ModelCheckpoint):
 # Agreement of the ranks when a `fit` begins.
 
 
-class SavePoints(keras.callbacks.Callback):
+class SavePoints(Traits):
     """Gathers the complete state of sharded optimizers before a callback of any rank saves.
 
-    `agree_on_saves` puts it in front of the callbacks of each rank. Ranks that write keep the state
-    until the next step.
+    Every rank has one, see `agree_on_saves`. Ranks that write keep the state until the next step.
     """
+
+    phase = Phase.GATHER
 
     def __init__(
         self, session: FitSession, points: list[dict[str, Any]], silent: list[Any], is_keeper: bool
@@ -148,9 +150,8 @@ def agree_on_saves(session: FitSession) -> None:
         place = process_set.rank()
         silent = [c for c in saving if writers[c.filepath] != place]
         saves = SavePoints(session, points, silent, place in writers.values())
-        saves.set_model(session.model)
         session.agree_on_saves(saves)
-        session.put_first(saves)
+        session.add(saves)
 
 
 def _require_averages_saved(saving: list[Any], swaps: bool) -> None:

@@ -16,6 +16,7 @@ from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, runtime
 from tfscale.config import ConfigError, is_count, require
 from tfscale.internals.optimizers import update_rule
+from tfscale.internals.traits import Phase
 from tfscale.optimizer.distributed import distributed_of
 
 logger = logging.getLogger("tfscale")
@@ -70,15 +71,14 @@ class ParameterAveraging(BeforeValidation):
     """Average the parameters of models that the ranks train independently.
 
     For a plain Keras optimizer: gradients are not exchanged. Start all ranks with equal weights by
-    `BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")` before
-    this callback in the list, and give each rank its own batches
-    (`tfscale.data.GlobalBatches`). Averages are taken before `fit` validates. Moving statistics
-    are averaged with the parameters; each rank keeps its own optimizer state. Ranks leave `fit`
-    with equal models only if an average is taken in its last epoch. With `DistanceWeights` the logs
-    of an epoch get `averaging_weight`, gamma of this rank.
+    `BroadcastGlobalVariablesCallback(0, consistency_check=False, non_trainable="local")`, and give
+    each rank its own batches (`tfscale.data.GlobalBatches`). Averages are taken before `fit`
+    validates. Moving statistics are averaged with the parameters; each rank keeps its own optimizer
+    state. Ranks leave `fit` with equal models only if an average is taken in its last epoch. With
+    `DistanceWeights` the logs of an epoch get `averaging_weight`, gamma of this rank.
 
-    Collective: all ranks must pass it to `fit`, at the same place, with the same arguments. Epochs
-    must have as many batches on all ranks.
+    Collective: all ranks must pass it to `fit`, with the same arguments. Epochs must have as many
+    batches on all ranks.
 
     Args:
         every_n_epochs: Epochs between two averages, 1 or more; "end" averages once, after the last
@@ -93,6 +93,7 @@ class ParameterAveraging(BeforeValidation):
     Source: [S] 1.3, 2.2.
     """
 
+    phase = Phase.AVERAGE
     trains_apart = True
     compared = ("every_n_epochs", "weights", "when")
 

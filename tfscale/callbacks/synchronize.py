@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfscale.callbacks.base import BeforeValidation, Callback, Container, may_communicate
+from tfscale.callbacks.base import BeforeValidation, Callback, may_communicate
 from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.checkpoints import variables as model_state
@@ -20,6 +20,7 @@ from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, ExchangeError, require
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
+from tfscale.internals.traits import Phase
 from tfscale.optimizer.distributed import distributed_of, passes_per_update, process_set_of
 
 logger = logging.getLogger("tfscale")
@@ -27,7 +28,7 @@ logger = logging.getLogger("tfscale")
 _NAMES_SHOWN = 3
 
 
-class Synchronize(Container):
+class Synchronize(Callback):
     """Synchronize weights, moving statistics and metrics of all ranks during a `fit`.
 
     * Before the first update it copies all weights and the optimizer's state from one rank to the
@@ -38,9 +39,7 @@ class Synchronize(Container):
       (`MetricAverageCallback`), and requires bitwise equal weights (`ConsistencyCheck`), also after
       the first update.
 
-    Collective: all ranks must pass it to `fit`, at the same place: after callbacks that restore
-    weights when training begins (`tfscale.callbacks.Checkpoint`), before callbacks that use metrics
-    (EarlyStopping).
+    Collective: all ranks must pass it to `fit`.
 
     Args:
         root_rank: Rank whose values are kept, 0 <= root_rank < size.
@@ -57,6 +56,7 @@ class Synchronize(Container):
         ExchangeError: When training begins, if the ranks hold different models.
     """
 
+    phase = Phase.SYNCHRONISE
     shows_averages = True
     compared = ("averages_metrics", "checks")
     # Whether a model that cannot be built before its first step is refused: `fit` of
@@ -93,8 +93,8 @@ class Synchronize(Container):
                 part.local_variables.append(var)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, after the callbacks before this one have restored their state."""
-        Callback.on_train_begin(self, logs)
+        """Build the model, and broadcast the weights."""
+        super().on_train_begin(logs)
         fits, known = 0 <= self.root_rank < runtime.size(), f"a rank, 0 to {runtime.size() - 1}"
         require(fits, "root_rank", known, self.root_rank, "Pass 0 if in doubt.")
         if runtime.size() > 1:
@@ -102,8 +102,6 @@ class Synchronize(Container):
                 _broadcast(self.model, self.root_rank, self.local_variables)
             if self.session.group_average is not None:
                 self.session.group_average.start_from_here()
-        for part in self.parts():
-            part.on_train_begin(logs)
 
     def _is_built(self) -> bool:
         try:
@@ -116,7 +114,7 @@ class Synchronize(Container):
 
 
 class BroadcastGlobalVariablesCallback(Synchronize):
-    """Horovod's name of `Synchronize` without metrics; put `MetricAverageCallback` after it.
+    """Horovod's name of `Synchronize` without metrics; add `MetricAverageCallback` for these.
 
     Args and errors not listed are those of `Synchronize`.
 
@@ -208,8 +206,8 @@ class NonTrainableState(BeforeValidation):
     They are combined before `fit` validates, with one message per epoch. Integers, states of seed
     generators, and local layers and variables are not changed.
 
-    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` and
-    `BroadcastGlobalVariablesCallback` contain one.
+    Collective: all ranks must pass it to `fit`. `Synchronize` and
+    `BroadcastGlobalVariablesCallback` add one.
 
     Args:
         mode: `"average"` takes the mean over the ranks whose values are finite, `"local"` keeps
@@ -219,6 +217,8 @@ class NonTrainableState(BeforeValidation):
     Raises:
         ConfigError: `mode` is none of the above.
     """
+
+    phase = Phase.COMBINE
 
     def __init__(
         self, mode: str = "average", local_variables: Iterable[keras.Variable] | None = None
@@ -297,8 +297,8 @@ class ConsistencyCheck(Callback):
     weights. It compares trainable variables and the optimizer's state, including learning rate and
     step count, but neither local variables and their optimizer state nor non-trainable state.
 
-    Collective: all ranks must pass it to `fit`, at the same place. `Synchronize` and
-    `BroadcastGlobalVariablesCallback` contain one.
+    Collective: all ranks must pass it to `fit`. `Synchronize` and
+    `BroadcastGlobalVariablesCallback` add one.
 
     Args:
         every_n_epochs: Epochs between two checks; 0 checks after the first update only.
@@ -311,6 +311,7 @@ class ConsistencyCheck(Callback):
         ExchangeError: At a check, on all ranks, if weights differ; names the variable and ranks.
     """
 
+    phase = Phase.COMPARE
     compared = ("every_n_epochs", "optimizer_state")
 
     def __init__(
@@ -403,6 +404,6 @@ def _explain(variables: list[keras.Variable], different: dict[int, list[int]], m
         "wrapped in DistributedOptimizer; the weights were not broadcast or were changed on one "
         "rank afterwards; a callback or train_step does something else depending on a rank's own "
         "data, such as a learning rate lowered by metrics that are not averaged "
-        "(MetricAverageCallback comes first). Variables meant to differ are to be registered with "
-        "register_local_var or given as local_variables."
+        "(MetricAverageCallback averages them). Variables meant to differ are to be registered "
+        "with register_local_var or given as local_variables."
     )

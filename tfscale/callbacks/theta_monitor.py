@@ -17,6 +17,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import build
 from tfscale.internals.keras import is_built, steps_until
+from tfscale.internals.traits import Phase
 from tfscale.measure import theta
 from tfscale.measure.growth import theta_of
 
@@ -40,7 +41,7 @@ class ThetaMonitor(Callback):
     report DIRECTORY` writes these again from the lines. Logs of an epoch get `theta`, and
     `theta_peak_update`, the update with the largest theta so far.
 
-    Collective: all ranks must pass it to `fit`, at the same place after MetricAverageCallback.
+    Collective: all ranks must pass it to `fit`.
 
     Args:
         directory: Folder of the files.
@@ -51,6 +52,7 @@ class ThetaMonitor(Callback):
     Source: [T] eq. 5.4, figures 5.2 to 5.6.
     """
 
+    phase = Phase.MEASURE
     compared = ("every_n_updates", "has_norms")
 
     def __init__(
@@ -132,7 +134,7 @@ class ThetaMonitor(Callback):
             self._record()
         self._at_epoch_begin = self._total
         if logs is not None and self._peak is not None:
-            logs.setdefault("theta", self._theta)  # unless AdaptiveBatchSize has measured it
+            logs["theta"] = self._theta  # AdaptiveBatchSize may replace it
             logs["theta_peak_update"] = self._peak["update"]
 
     def _record(self) -> None:

@@ -57,11 +57,14 @@ class OnRankZero:
 
 
 def resumables(callbacks: Sequence[Any]) -> list[Resumable]:
-    """Return the callbacks of a list that have a state, including those inside other callbacks."""
+    """Return the callbacks of a list that have a state, including those in a RankZero."""
     found: list[Resumable] = []
     for callback in callbacks:
-        found += [callback] if isinstance(callback, Resumable) else []
-        found += resumables(callback.companions) if isinstance(callback, Traits) else []
+        inner = getattr(callback, "callback", None) if isinstance(callback, Traits) else None
+        if isinstance(inner, Resumable):
+            found.append(OnRankZero(inner))
+        elif isinstance(callback, Resumable):
+            found.append(callback)
     return found
 
 
@@ -77,13 +80,15 @@ def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: i
     own = resumables(callbacks)
     written = [state["kind"] for state in parts[0].info["callbacks"]]
     given = [kind_of(callback) for callback in own]
-    if given != written:
+    if sorted(given) != sorted(written):
         raise ConfigError(
             f"A resumed run must have the same callbacks. Received: {given}; the checkpoint "
             f"has the states of {written}. Pass the same callbacks, or another directory."
         )
     is_same_size, epoch = len(parts) == runtime.size(), parts[0].info["position"]["epoch"]
-    for j, callback in enumerate(own):
+    for kind, callback in zip(given, own, strict=True):
+        j = written.index(kind)
+        written[j] = ""  # the k-th callback of a kind gets the k-th state of this kind
         states = [part.info["callbacks"][j]["state"] for part in parts]
         if is_same_size:
             state = states[runtime.rank()]

@@ -158,7 +158,7 @@ def _common_header(headers: list[Header], group: Group) -> Header:
                 "All ranks must call the same collectives in the same order, with equal types and "
                 f"shapes. Received: rank {first_rank} calls {first.describe()} and rank {rank} "
                 f"calls {other.describe()}. Call the same functions, and give fit the same "
-                "callbacks in the same order, on every rank."
+                "callbacks, on every rank."
             )
     # A joined rank contributes zeros, which is right in sums only.
     is_sum = first.kind == "allreduce" and first.options[0] == ReduceOp.SUM.name

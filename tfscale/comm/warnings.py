@@ -12,7 +12,7 @@ from tfscale.comm import runtime
 from tfscale.internals.keras import before_first_fit
 from tfscale.internals.optimizers import is_wrapped, optimizers_of
 from tfscale.internals.stack import KerasPass
-from tfscale.internals.traits import decider_before_averages, own_of, train_apart
+from tfscale.internals.traits import decider_without_averages, own_of, train_apart
 
 logger = logging.getLogger("tfscale")
 
@@ -24,8 +24,8 @@ _APART = (
 )
 _DECIDES = (
     "%s sees the metrics of each rank's own samples. Unless all ranks are given the same, they may "
-    "decide differently: other learning rates, other best weights at the end. Put "
-    "MetricAverageCallback before it."
+    "decide differently: other learning rates, other best weights at the end. Give fit "
+    "tfscale.callbacks.MetricAverageCallback(), too."
 )
 _EVALUATED = (
     "evaluate() returns the metrics of this rank's slices of GlobalBatches, not of all samples. "
@@ -70,7 +70,7 @@ def _warn_of_first_fit(model: Any, callbacks: Any) -> None:
 
 def warn_of_deciders(callbacks: Sequence[Any]) -> None:
     """Warn, once and on one rank, if callbacks decide by metrics of single ranks."""
-    name = decider_before_averages(callbacks)
+    name = decider_without_averages(callbacks)
     if name is not None:
         _warn_once(None, _DECIDES, name)
 

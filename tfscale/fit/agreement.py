@@ -29,7 +29,7 @@ from tfscale.internals.optimizers import (
     scaled_by,
     update_rule,
 )
-from tfscale.internals.traits import Traits, own_of, show_averages, train_apart
+from tfscale.internals.traits import Traits, given_of, own_of, show_averages, train_apart
 from tfscale.optimizer import first_step
 from tfscale.optimizer.distributed import distributed_of, distributed_optimizers, process_set_of
 
@@ -88,7 +88,7 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     n_epochs = params.get("epochs") or 0
     session.begin(params.get("steps"), n_epochs, train_apart(session.callbacks))
     own["cycles"] = session.cycles()
-    names = [type(callback).__name__ for callback in own_of(session.callbacks)]
+    names = [type(callback).__name__ for callback in given_of(session.callbacks)]
     every = first_step.gather(own, names)
     if own["training"]["first weights"] or _names(own_of(session.callbacks)) & _EQUALISING:
         for distributed in distributed_optimizers(model):
@@ -126,7 +126,7 @@ def describe(session: FitSession) -> dict[str, Any]:
     model: Any = session.model
     optimizer = optimizer_of(model)
     distributed = distributed_of(optimizer)
-    callbacks = [c for c in own_of(session.callbacks) if _name(c) not in _SILENT]
+    callbacks = [c for c in given_of(session.callbacks) if _name(c) not in _SILENT]
     names = _names(callbacks)
     weights = [
         _Variable(v.path, f"{tuple(v.shape)} {v.dtype} trainable={v.trainable}")

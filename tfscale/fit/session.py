@@ -14,6 +14,7 @@ from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
 from tfscale.internals.keras import set_callbacks
 from tfscale.internals.optimizers import optimizer_of
+from tfscale.internals.traits import Traits, arrange
 from tfscale.measure import analysis
 from tfscale.optimizer.distributed import distributed_of
 
@@ -29,7 +30,6 @@ class FitSession(Progress):
         self.saves: Any = None  # the `SavePoints` of this `fit`, if there are any
         self.n_steps_before = 0  # of a resumed run, before its first epoch
         self._joined: list[Any] = []
-        self._stops_together = False
         # The last calls of the train function, for `tfscale run`; the first one traces.
         self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
         self._n_calls = self._begin_ns = 0
@@ -52,10 +52,11 @@ class FitSession(Progress):
         """The `x` of the `fit`."""
         return self.call.data
 
-    def put_first(self, callback: keras.callbacks.Callback) -> None:
-        """Put or move a callback before all others, from the next hook on."""
-        others = [other for other in self.callbacks if other is not callback]
-        set_callbacks(self.call.callback_list, [callback, *others])
+    def add(self, callback: Traits) -> None:
+        """Add a callback from the next hook on, in the place of an earlier one of its class."""
+        callback.set_model(self.model)
+        others = [other for other in self.callbacks if type(other) is not type(callback)]
+        set_callbacks(self.call.callback_list, arrange([*others, callback]))
 
     def may_run_step(self) -> bool:
         """As for `Progress`; the call of the train function that begins now is timed."""
@@ -102,12 +103,25 @@ class FitSession(Progress):
         process.write_training(waiting, step_bytes, name or "none", backend.is_crowded)
 
     def stop_together(self) -> None:
-        """Put a `StopTogether` after all callbacks, once."""
-        if not self._stops_together and self.call.callback_list is not None:
-            self._stops_together = True
-            stop = StopTogether(self)
-            stop.set_model(self.model)
-            set_callbacks(self.call.callback_list, [*self.callbacks, stop])
+        """Delay stops until all ranks know of them."""
+        if self.call.callback_list is not None:
+            self.add(StopTogether(self))
+
+
+def join_list(callback: Traits) -> bool:
+    """Arrange the list of callbacks that Keras calls, with the companions of one of them.
+
+    Returns False outside of the methods of a list for the callback's model.
+    """
+    callback_list = stack.callback_list_around()
+    if callback_list is None or callback_list.model is not callback.model:
+        return False
+    listed = callback_list.callbacks
+    added = [c for c in callback.companions if c not in listed]
+    arranged = arrange([*listed, *added])
+    if arranged != listed:
+        set_callbacks(callback_list, arranged)
+    return True
 
 
 # The sessions of models, by their ids; held by callbacks only. A session keeps its model alive.

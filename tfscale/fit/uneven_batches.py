@@ -24,6 +24,7 @@ from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
 from tfscale.internals.keras import stop_training
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
+from tfscale.internals.traits import Phase, Traits
 from tfscale.measure.auto import after_step
 from tfscale.optimizer.distributed import (
     DistributedOptimizer,
@@ -373,14 +374,16 @@ class Lookahead:
         return True
 
 
-class StopTogether(keras.callbacks.Callback):
-    """Delay a stop that one rank decided on until all ranks know of it; the last callback.
+class StopTogether(Traits):
+    """Delay a stop that one rank decided on until all ranks know of it.
 
     Groups exchange nothing between two averages, so a rank that stopped at once would leave the
     others some steps ahead. Its request is sent with the next average, after which all stop; if the
     epoch ends before that, they stop there. In cycles of `backward_passes_per_step` a rank stops
     before the batch that exchanges, which the others then give up.
     """
+
+    phase = Phase.STOP
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()

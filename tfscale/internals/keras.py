@@ -6,8 +6,8 @@ these versions are noted where they matter. If a name disappears, only this modu
 Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `_non_trainable_variables`, `_seed_generators`, `_build_shapes_dict`;
 `Model._resolve_auto_jit_compile`, `_symbolic_build`, `_initial_epoch`,
-`_get_metrics_result_or_logs`; `TextVectorization._lookup_layer`;
-`CallbackList._async_train`; `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`,
+`_get_metrics_result_or_logs`; `TextVectorization._lookup_layer`; `CallbackList._async_train`,
+`_async_test`, `_async_predict`; `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`,
 `_last_batch_seen`, `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`,
 `_get_iterator`, `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
 `PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
@@ -326,10 +326,10 @@ def give_back_results(model: keras.Model) -> None:
 def set_callbacks(callback_list: Any, callbacks: list[Any]) -> None:
     """Set the callbacks of a list; new ones get the hooks that come after the present one.
 
-    Batch hooks then run on the main thread: Keras uses other threads if all callbacks allow it.
+    All hooks then run on the main thread: Keras uses others if the callbacks it was given allow it.
     """
     callback_list.callbacks = callbacks  # a new list: Keras is iterating over the present one
-    callback_list._async_train = False
+    callback_list._async_train = callback_list._async_test = callback_list._async_predict = False
 
 
 def wrap_saves(wrap: Callable[[Any], Any]) -> None:

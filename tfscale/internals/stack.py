@@ -7,8 +7,8 @@ has this information.
 
 These local variables are read: `self`, `x`, `batch_size`, `validation_data`, `class_weight`,
 `initial_epoch`, `callbacks`, `epoch_iterator` and `epoch` of `Model.fit`, `callbacks` and
-`epoch_iterator` of `evaluate` and `predict`, and `self` of the methods of data adapters and of a
-LossScaleOptimizer.
+`epoch_iterator` of `evaluate` and `predict`, and `self` of the methods of data adapters, of a
+CallbackList and of a LossScaleOptimizer.
 Checked with Keras 3.10 and 3.15.
 """
 
@@ -31,6 +31,12 @@ _ADAPTER_METHODS = ("on_epoch_begin", "on_epoch_end", "num_batches", "get_tf_dat
 _TRAINERS = {
     inspect.unwrap(getattr(keras.Model, name)).__code__: name
     for name in ("fit", "evaluate", "predict")
+}
+
+_LIST_METHODS = {
+    method.__code__
+    for method in vars(keras.callbacks.CallbackList).values()
+    if inspect.isfunction(method)
 }
 
 
@@ -128,6 +134,12 @@ def running_fit() -> FitCall:
                 callback_list=given.get("callbacks"),
             )
     return FitCall()
+
+
+def callback_list_around() -> Any:
+    """Return the innermost CallbackList one of whose methods is on the caller's stack, or None."""
+    frames = (frame for frame in _frames() if frame.f_code in _LIST_METHODS)
+    return next((frame.f_locals["self"] for frame in frames), None)
 
 
 def running_passes() -> list[Any]:

@@ -28,7 +28,7 @@ _OF_ALL = {"fit", "train_on_batch"}
 _BY_HAND = {
     "train_on_batch": "give each rank its rows of the batch (docs/data.md)",
     "GradientTape": "use tfscale.DistributedGradientTape and tfscale.broadcast_variables",
-    "BackupAndRestore": "use tfscale.callbacks.BackupAndRestore, and put it before Synchronize",
+    "BackupAndRestore": "use tfscale.callbacks.BackupAndRestore",
     "BatchNormalization": "uses the samples of one rank; for those of all ranks use "
     "tfscale.SyncBatchNormalization",
 }

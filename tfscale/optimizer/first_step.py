@@ -16,9 +16,8 @@ from tfscale.config import ExchangeError
 from tfscale.internals.keras import raw_variable
 
 HINT = (
-    "Give fit the same ones in the same order: a callback that talks to other ranks waits for "
-    "them. To run a Keras callback on one rank, wrap it in tfscale.callbacks.RankZero on all of "
-    "them."
+    "Give fit the same ones: a callback that talks to other ranks waits for them. To run a Keras "
+    "callback on one rank, wrap it in tfscale.callbacks.RankZero on all of them."
 )
 
 

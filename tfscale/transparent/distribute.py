@@ -23,12 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.callbacks import (
-    BackupAndRestore,
-    Checkpoint,
-    MetricAverageCallback,
-    Synchronize,
-)
+from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, Synchronize
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.eager import raise_own_errors
@@ -277,7 +272,7 @@ class Distributed:
             given = arguments_of(fit, model, *args, **kwargs)
             batches = self._prepare_training(model)
             _require_equal_arguments(given, "fit")
-            given["callbacks"] = arrange(given["callbacks"])
+            given["callbacks"] = for_ranks(given["callbacks"])
             batches.expect(given["x"], "fit")
             history = fit(model, **given)
             # Groups exchange nothing in most steps.
@@ -365,32 +360,24 @@ def _exporting_once(export: Any) -> Any:
 # Callbacks.
 
 
-def arrange(callbacks: Any) -> list[keras.callbacks.Callback]:
+def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
     """Return the callbacks of a script as several ranks need them.
 
-    Those that restore come first, then `Synchronize`, then the script's own in their order. Those
-    that write run on rank 0.
+    `Synchronize` is added, and callbacks that write run on rank 0.
     """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        raise ConfigError(
-            "Callbacks must be given to fit in a list under tfscale.distribute. Received: a "
-            "CallbackList. Pass its callbacks."
-        )
-    first: list[Any] = []
-    others: list[Any] = []
-    loggers = [c for c in _listed(callbacks) if isinstance(c, keras.callbacks.CSVLogger)]
+    own = _listed(callbacks)
+    loggers = [c for c in own if isinstance(c, keras.callbacks.CSVLogger)]
     everywhere = [c for c, differs in zip(loggers, share_logs(loggers), strict=True) if differs]
-    for callback in _listed(callbacks):
+    changed: list[Any] = []
+    for callback in own:
         if type(callback) is keras.callbacks.BackupAndRestore:
             options = (callback.save_freq, callback.double_checkpoint, callback.delete_checkpoint)
-            first.append(BackupAndRestore(callback.backup_dir, *options))
-        elif isinstance(callback, Checkpoint):
-            first.append(callback)
+            changed.append(BackupAndRestore(callback.backup_dir, *options))
         else:
             is_of_all = any(callback is c for c in everywhere)
-            others.append(callback if is_of_all else _written_once(callback))
-    has_one = any(isinstance(callback, Synchronize) for callback in others)
-    return [*first, *([] if has_one else [_SynchronizeScript()]), *others]
+            changed.append(callback if is_of_all else _written_once(callback))
+    has_one = any(isinstance(callback, Synchronize) for callback in changed)
+    return changed if has_one else [_SynchronizeScript(), *changed]
 
 
 class _SynchronizeScript(Synchronize):
@@ -420,6 +407,8 @@ def _only_writes(callback: Any) -> bool:
 def _listed(callbacks: Any) -> list[Any]:
     if callbacks is None:
         return []
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
     return list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
 
 
