@@ -19,7 +19,12 @@ from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, require
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
-from tfscale.optimizer.distributed import distributed_of, passes_per_update, process_set_of
+from tfscale.optimizer.distributed import (
+    broadcast_loaded,
+    distributed_of,
+    passes_per_update,
+    process_set_of,
+)
 
 logger = logging.getLogger("tfscale")
 
@@ -185,7 +190,7 @@ def _broadcast(
     hint = "Build model and optimizer from the same code and settings everywhere."
     objects.require_equal(kinds, "Variables of model and optimizer", hint)
     objects.broadcast_variables(state, root_rank)
-    model_state.broadcast_loaded(model, root_rank)
+    broadcast_loaded(model, root_rank)
     adapted_layers.refresh_all(model)
 
 
