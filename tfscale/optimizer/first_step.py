@@ -36,7 +36,7 @@ def gather(
     said = objects.allgather_object((own, callbacks), name=name, process_set=process_set)
     names = {
         rank: "none" if found is None else ", ".join(found)
-        for rank, (_, found) in zip(process_set.group().ranks, said, strict=True)
+        for rank, (_, found) in zip(process_set.ranks or [], said, strict=True)
     }
     if "none" in names.values():
         objects.require_equal_values(names, "tfscale callbacks", HINT)
