@@ -51,18 +51,18 @@ def other_versions():
 
 # The arguments of `train` on the last rank and on the others, and what the error says.
 TABLE = """
-width=4 | | /kernel (2, 4) float32 trainable=True on rank {last}.
+width=4 | | /kernel (2, 4) float32 trainable=True on rank {last}
 **wrapped(keras.optimizers.Adam(0.1)) | **momentum(0.0) | class=SGD on rank {rest} and class=Adam
-**momentum(0.5) | **momentum(0.0) | momentum=0.0 on rank {rest} and momentum=0.5 on rank {last}.
+**momentum(0.5) | **momentum(0.0) | momentum=0.0 on rank {rest} and momentum=0.5 on rank {last}
 **scaled(0.5) | **scaled(0.0) | inner momentum=0.0 on rank {rest} and inner momentum=0.5 on rank
 **wrapped(SGD(0.5)) | **wrapped(SGD(0.25)) | learning_rate=0.25 on rank {rest} and learning_rate=0.5
 **buckets(1) | **buckets(2) | exchange=Allreduce(bucket_mb=2, overlap=True) on rank {rest} and
 **wrapped(backward_passes_per_step=2) | | backward_passes_per_step=1 on rank {rest} and
 **wrapped(compression=tfscale.Compression.fp16) | | : compression=
-**wrapped(nonfinite="raise") | | nonfinite=warn on rank {rest} and nonfinite=raise on rank {last}.
+**wrapped(nonfinite="raise") | | nonfinite=warn on rank {rest} and nonfinite=raise on rank {last}
 batch_size=8, n=32 | | 4 on rank {rest} and 8 on rank {last}
 n=32 | | steps and epochs must be the same on all ranks. Received: steps=
-**batches(2) | **batches(1) | Received: seed=1 on rank {rest} and seed=2 on rank {last}.
+**batches(2) | **batches(1) | Received: seed=1 on rank {rest} and seed=2 on rank {last}
 run_eagerly=True | | Received: run_eagerly=False on
 callbacks=[AVERAGE] | | no number 0 on rank {rest} and number 0: MetricAverageCallback
 callbacks=[AVERAGE, START] | callbacks=[START, AVERAGE] | checks=True) on rank {rest} and

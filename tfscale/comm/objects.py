@@ -93,7 +93,7 @@ def raise_together(
 
 # Comparisons of the ranks.
 
-_ENTRIES_SHOWN, _VALUES_SHOWN, _RANKS_SHOWN, _LETTERS_SHOWN = 3, 3, 8, 200
+_ENTRIES_SHOWN, _VALUES_SHOWN, _RANKS_SHOWN, _LETTERS_SHOWN = 3, 3, 8, 1000
 _MISSING = object()
 
 

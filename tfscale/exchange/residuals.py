@@ -222,7 +222,7 @@ class Residuals:
         is_exact = int(n_same) == runtime.size()
         states = []
         for name, (cuts, _) in known.items():
-            kept = {key: own.arrays.get(f"{key}/{name}") for key in ("owner", "basis")}
+            kept = {key: own.find(f"{key}/{name}") for key in ("owner", "basis")}
             if is_exact:
                 state = Restored(tuple(cuts), own.arrays[f"residual/{name}"], **kept)
             else:

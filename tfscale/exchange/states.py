@@ -38,6 +38,10 @@ class Saved:
             {**self.entries, **other.entries},
         )
 
+    def find(self, name: str) -> np.ndarray | None:
+        """Return an array, or None; `get` expects a KeyError, and files have errors of their own."""
+        return self.arrays[name] if name in self.arrays else None  # noqa: SIM401
+
     def series(self, word: str) -> list[np.ndarray]:
         """Return the arrays "word/0", "word/1" and so on."""
         names = (f"{word}/{i}" for i in itertools.count())
