@@ -144,8 +144,8 @@ def require_equal_values(
     is_alike = len({type(value) for value in every.values()}) == 1
     tables = {rank: _entries(v) if is_alike else {"": v} for rank, v in every.items()}
     differing = []
-    for ranks in groups or [list(every)]:
-        for label in dict.fromkeys(label for rank in ranks for label in tables[rank]):
+    for label in dict.fromkeys(label for table in tables.values() for label in table):
+        for ranks in groups or [list(every)]:
             values = [tables[rank].get(label, _MISSING) for rank in ranks]
             if any(value != values[0] for value in values):
                 differing.append(_difference(label, values, ranks))

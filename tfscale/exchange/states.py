@@ -39,7 +39,7 @@ class Saved:
         )
 
     def find(self, name: str) -> np.ndarray | None:
-        """Return an array, or None; `get` expects a KeyError, and files have errors of their own."""
+        """Return an array, or None; `get` expects a KeyError, files have other errors."""
         return self.arrays[name] if name in self.arrays else None  # noqa: SIM401
 
     def series(self, word: str) -> list[np.ndarray]:
