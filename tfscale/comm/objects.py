@@ -124,7 +124,7 @@ def require_equal(
         name: Name of the collective in logs and errors; None for `what`.
         process_set: The ranks that take part.
     """
-    every = allgather_object(own, name or what, process_set)
+    every = allgather_object(own, name=name or what, process_set=process_set)
     ranks = process_set.ranks or range(len(every))
     require_equal_values(dict(zip(ranks, every, strict=True)), what, hint)
 
