@@ -22,8 +22,8 @@ def test_different_models_are_an_error_on_all_ranks():
     models = [compiled(Deferred(units)) for units in (2, 3)]
     for model in models:
         model(data(0)[0])
-    start = [BroadcastGlobalVariablesCallback(0)]
-    results = FakeRanks(2).run(lambda rank: fit(models[rank], start))
+    callbacks = [[BroadcastGlobalVariablesCallback(0)] for _ in models]  # a thread's own
+    results = FakeRanks(2).run(lambda rank: fit(models[rank], callbacks[rank]))
     require_errors(results, "(3, 2)", "(3, 3) float32 trainable=True on rank 1")
 
 
