@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 
 
 class PlanError(ValueError):
-    """The exchange of a model cannot be planned, or differs between ranks."""
+    """The exchange of a model cannot be planned."""
 
 
 class ExchangeError(RuntimeError):

@@ -32,7 +32,7 @@ def batches(seed):
     return {"data": GlobalBatches(x, x[:, :1], batch_size=12, seed=seed)}
 
 
-TOLD = "Received: other weights on rank 1"
+TOLD = "The first weights must be the same on all ranks. Received: other values on rank 1"
 
 
 class Heard(logging.Handler):

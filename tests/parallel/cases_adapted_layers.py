@@ -124,7 +124,7 @@ def case_other_vocabularies_are_refused():
 
     require_error(
         lambda: fit(["a", "b"] if tfscale.rank() == 0 else ["b", "a"]),
-        "All ranks must train with the same vocabularies",
+        "Vocabularies must be the same on all ranks",
         "StringLookup with 2 entries",
     )
     fit(["a", "b"])

@@ -51,24 +51,24 @@ def other_versions():
 
 # The arguments of `train` on the last rank and on the others, and what the error says.
 TABLE = """
-width=4 | | /kernel (2, 4) float32 trainable=True on rank {last}.
-**wrapped(keras.optimizers.Adam(0.1)) | **momentum(0.0) | class=SGD on rank 0 and class=Adam
-**momentum(0.5) | **momentum(0.0) | momentum=0.0 on rank 0 and momentum=0.5 on rank {last}.
-**scaled(0.5) | **scaled(0.0) | inner momentum=0.0 on rank 0 and inner momentum=0.5 on rank {last}.
-**wrapped(SGD(0.5)) | **wrapped(SGD(0.25)) | learning_rate=0.25 on rank 0 and learning_rate=0.5
-**buckets(1) | **buckets(2) | exchange=Allreduce(bucket_mb=2, overlap=True) on rank 0 and
-**wrapped(backward_passes_per_step=2) | | backward_passes_per_step=1 on rank 0 and
+width=4 | | /kernel (2, 4) float32 trainable=True on rank {last}
+**wrapped(keras.optimizers.Adam(0.1)) | **momentum(0.0) | class=SGD on rank {rest} and class=Adam
+**momentum(0.5) | **momentum(0.0) | momentum=0.0 on rank {rest} and momentum=0.5 on rank {last}
+**scaled(0.5) | **scaled(0.0) | inner momentum=0.0 on rank {rest} and inner momentum=0.5 on rank
+**wrapped(SGD(0.5)) | **wrapped(SGD(0.25)) | learning_rate=0.25 on rank {rest} and learning_rate=0.5
+**buckets(1) | **buckets(2) | exchange=Allreduce(bucket_mb=2, overlap=True) on rank {rest} and
+**wrapped(backward_passes_per_step=2) | | backward_passes_per_step=1 on rank {rest} and
 **wrapped(compression=tfscale.Compression.fp16) | | : compression=
-**wrapped(nonfinite="raise") | | nonfinite=warn on rank 0 and nonfinite=raise on rank {last}.
-batch_size=8, n=32 | | 4 on rank 0 and 8 on rank {last}
-n=32 | | number of steps. Received: steps=
-**batches(2) | **batches(1) | the same global batches.
-run_eagerly=True | | Received: run_eagerly=False,
-callbacks=[AVERAGE] | | number 0: nothing on rank 0 and number 0: MetricAverageCallback
-**scheduled(24) | **scheduled(12) | sizes={{1: 12}}) on rank 0 and
+**wrapped(nonfinite="raise") | | nonfinite=warn on rank {rest} and nonfinite=raise on rank {last}
+batch_size=8, n=32 | | 4 on rank {rest} and 8 on rank {last}
+n=32 | | steps and epochs must be the same on all ranks. Received: steps=
+**batches(2) | **batches(1) | Received: seed=1 on rank {rest} and seed=2 on rank {last}
+run_eagerly=True | | Received: run_eagerly=False on
+callbacks=[AVERAGE] | | no number 0 on rank {rest} and number 0: MetricAverageCallback
+**scheduled(24) | **scheduled(12) | sizes={{1: 12}}) on rank {rest} and
 **growing(interval=1) | **growing(interval=2) | : AdaptiveBatchSize(
 **averaged(2) | **averaged(1) | ParameterAveraging(every_n_epochs=1,
-callbacks=[Drift(), CHECK] | callbacks=[Drift(), CHECK] | /bias' on ranks [
+callbacks=[Drift(), CHECK] | callbacks=[Drift(), CHECK] | /bias (variable
 """.strip()
 AVERAGE, START = MetricAverageCallback(), BroadcastGlobalVariablesCallback(0)
 CHECK = ConsistencyCheck()
@@ -97,16 +97,17 @@ def averaged(n):
 @sizes(2, 3, timeout_s=180)
 def case_each_difference_is_named():
     last = tfscale.size() - 1
+    names = {"rest": ", ".join(map(str, range(last))), "last": last}
     for row in TABLE.splitlines():
         odd, other, text = map(str.strip, row.split("|"))
         arguments = eval(f"dict({odd if is_odd() else other})")
         texts = tfscale.allgather_object(outcome(lambda given=arguments: train(**given)))
         assert len(set(texts)) == 1, (row, texts)
         assert texts[0].startswith("ExchangeError: "), (row, texts[0])
-        assert text.format(last=last) in texts[0], (row, texts[0])
+        assert text.format(**names) in texts[0], (row, texts[0])
     texts = tfscale.allgather_object(outcome(other_versions))
     assert len(set(texts)) == 1, texts
-    assert f"tfscale 1 on rank 0 and tfscale 2 on rank {last}" in texts[0], texts
+    assert f"tfscale 1 on rank {names['rest']} and tfscale 2 on rank {last}" in texts[0], texts
 
 
 @sizes(2, timeout_s=120)

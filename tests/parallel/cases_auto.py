@@ -147,10 +147,10 @@ def case_ranks_that_plan_otherwise_are_an_error():
     is_last = tfscale.rank() == tfscale.size() - 1
     machine = dataclasses.replace(SLOW, bytes_per_s=1e12 if is_last else 1e6)
     train = lambda: fit(build(), Auto(machine=machine), steps=14)  # noqa: E731
-    require_error(train, "All ranks must train with the same exchange. Received: exchange=Auto(")
+    require_error(train, "Exchange must be the same on all ranks. Received: exchange=Auto(")
     # Without that comparison, as in a loop of one's own, the plans are compared.
     with mock.patch("tfscale.fit.agreement._exchange", return_value={}):
-        require_error(train, "All ranks must plan alike")
+        require_error(train, "Plans must be the same on all ranks")
 
 
 @sizes(2, timeout_s=120)

@@ -97,11 +97,13 @@ def case_small_variables_are_broadcast_together():
 def case_variables_that_differ_are_refused_by_name():
     widths = [1, 1, 1 + (rank == size - 1), 1]
     variables = [tf.Variable(tf.ones([w]), name=f"v{i}") for i, w in enumerate(widths)]
-    texts = f"v2:0 float32(1,) on rank 0 and v2:0 float32(2,) on rank {size - 1}", "number 2"
-    require_error(lambda: tfscale.broadcast_variables(variables), "ExchangeError", *texts)
+    others = ", ".join(map(str, range(size - 1)))
+    label = "number 2, v2:0="
+    texts = f"{label}float32(1,) on rank {others} and {label}float32(2,) on rank {size - 1}"
+    require_error(lambda: tfscale.broadcast_variables(variables), "ExchangeError", texts)
     fewer = variables[: 2 - (rank == size - 1)]
-    texts = "v1:0 float32(1,) on rank 0 and no further variable on rank", "number 1 of 2 and 1"
-    require_error(lambda: tfscale.broadcast_variables(fewer), "ExchangeError", *texts)
+    texts = f"number 1, v1:0=float32(1,) on rank {others} and no number 1, v1:0 on rank {size - 1}"
+    require_error(lambda: tfscale.broadcast_variables(fewer), "ExchangeError", texts)
 
 
 @sizes(2, 3, 4)

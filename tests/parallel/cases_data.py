@@ -99,8 +99,8 @@ def case_shares_of_validation_data_are_refused():
     own = slice(tfscale.rank(), None, tfscale.size())
     require_refused(
         batches(own, **ORDERED),
-        "ExchangeError: All ranks must have all samples in the same order. Received: other "
-        "samples on rank 1 than on rank 0, as validation_data of fit. ",
+        "ExchangeError: Samples of validation_data of fit, and their order, must be the same on "
+        "all ranks. Received: other values on rank 1 than on rank 0. ",
     )
     seed = tfscale.rank()
     require_refused(batches(seed=seed), "same global batches. Received: validation_data of fit")

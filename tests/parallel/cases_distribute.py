@@ -285,9 +285,9 @@ def case_different_data_are_named_before_training():
         before = [v.numpy() for v in model.variables]
         epochs = 1 + tfscale.rank() % 2
         for action, *texts in (
-            (lambda: model.fit(own, TARGETS, verbose=0), "fit with the same", "other x on rank 1"),
-            (lambda: model.predict(own, verbose=0), "predict with", "other x on rank 1"),
-            (lambda: model.fit(ROWS, TARGETS, epochs=epochs), "other epochs on rank 1"),
+            (lambda: model.fit(own, TARGETS, verbose=0), "Arguments of fit", "and x=(8, 5)"),
+            (lambda: model.predict(own, verbose=0), "Arguments of predict", "and x=(8, 5)"),
+            (lambda: model.fit(ROWS, TARGETS, epochs=epochs), "and epochs=2 on rank 1"),
         ):
             require_error(action, *texts)
         require_identical(model.variables, before)

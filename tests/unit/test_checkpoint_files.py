@@ -40,6 +40,7 @@ from tfscale.checkpoints.files import (
 )
 from tfscale.checkpoints.saver import Saver
 from tfscale.checkpoints.snapshot_restore import Reader
+from tfscale.checkpoints.variables import mean_of
 
 RUN = "0123abcd"
 
@@ -514,15 +515,12 @@ def test_parts_are_put_together_and_cut(tmp_path):
             reader.slot("0/1", ranks, (0, 10))
 
 
-def test_means(tmp_path):
-    write(tmp_path, 1)
-    (found,) = list_checkpoints(tmp_path)
-    reader = Reader([Part.stored(found.path, manifest) for manifest in found.check()])
-    mean = reader.mean([0, 1], lambda rank: reader.get(rank, "weight/0"))
-    np.testing.assert_array_equal(mean, np.arange(40.0) + 0.5)
-    seeds = reader.mean([1, 0], lambda rank: reader.get(rank, "seed/0"))
-    np.testing.assert_array_equal(seeds, [1, 3])
-    third = reader.mean([0, 0, 0], lambda rank: np.array([0.1], np.float32))
+def test_means():
+    values = np.arange(40.0)
+    np.testing.assert_array_equal(mean_of([values, values + 1]), values + 0.5)
+    seeds = [np.array([rank, 3], np.uint32) for rank in (1, 0)]
+    np.testing.assert_array_equal(mean_of(seeds), [1, 3])
+    third = mean_of([np.array([0.1], np.float32)] * 3)
     assert third.dtype == np.float32 and third[0] == np.float32(0.1)
 
 

@@ -235,7 +235,7 @@ def test_an_order_that_a_seed_has_fixed_is_taken_and_compared():
         return data._source.probe()
 
     require_same_samples([probe(1), None, probe(1)])
-    with pytest.raises(ExchangeError, match="other samples on rank 2 than on rank 1"):
+    with pytest.raises(ExchangeError, match="other values on rank 2 than on rank 1"):
         require_same_samples([None, probe(1), probe(2)])
     files = tf.data.Dataset.list_files(__file__, shuffle=False)
     assert GlobalBatches.from_dataset(files, batch_size=1).samples == 1

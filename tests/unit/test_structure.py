@@ -97,7 +97,8 @@ DIRECT = {
     "checkpoints/saver": "unit/test_checkpoint unit/test_checkpoint_files",
     "checkpoints/snapshot_restore": "parallel/resume_cases unit/test_checkpoint_files"
     " unit/test_checkpoint_state",
-    "checkpoints/variables": "unit/test_callbacks_synchronize unit/test_optimizer_settings",
+    "checkpoints/variables": "unit/test_callbacks_synchronize unit/test_checkpoint_files"
+    " unit/test_optimizer_settings",
     "data/global_batches": "unit/test_checkpoint unit/test_checkpoint_state",
     "fit/agreement": "unit/test_checkpoint_state"
     " unit/test_global_batches_records"
@@ -109,7 +110,8 @@ DIRECT = {
     "callbacks/local_models": "unit/test_local_sgd",
     "callbacks/model_checkpoint": "unit/test_callbacks_rank_zero",
     "exchange/dense": "unit/test_chunks",
-    "exchange/residuals": "unit/test_residuals",
+    "exchange/residuals": "unit/test_checkpoint_state unit/test_residuals",
+    "exchange/states": "unit/test_checkpoint_state",
     "fit/session": "unit/test_fit_session",
     "internals/keras": "unit/test_checkpoint_state",
     "internals/optimizers": "unit/test_optimizer_settings",
@@ -398,6 +400,33 @@ def test_the_distributed_optimizer_stays_small():
     }
     assert len(methods) <= 32, methods
     assert len(stored) <= 4, stored
+
+
+# What has a state between steps, by the names under which others reach it.
+KEEPERS = {
+    *("accumulator", "average", "bound", "executor", "kept", "nonfinite", "residuals", "shards"),
+    *("Accumulator", "Bound", "GroupAverage", "KeptState", "NonFinite", "Residuals", "Shards"),
+}
+
+
+def test_checkpoints_know_no_state_by_name():
+    """What has a state answers `saved` and `restored`; a snapshot is a loop over them."""
+    for path in sorted((ROOT / "tfscale" / "checkpoints").glob("*.py")):
+        nodes = list(ast.walk(parse(path)))
+        used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+        used |= {n.id for n in nodes if isinstance(n, ast.Name)}
+        used |= {name.rpartition(".")[2] for name in imported_names(path)}
+        assert not used & KEEPERS, relative(path)
+    tree = parse(ROOT / "tfscale" / "checkpoints" / "snapshot_restore.py")
+    (take,) = [n for n in tree.body if getattr(n, "name", "") == "take_snapshot"]
+    assert take.end_lineno - take.lineno + 1 <= 30
+
+
+def test_ranks_are_compared_in_one_place():
+    """`objects.require_equal` names the ranks that differ, and what they have."""
+    texts = ("All ranks must have the same", "All ranks must train", "same on all ranks. Received")
+    found = {relative(p) for p in LIBRARY if any(text in p.read_text() for text in texts)}
+    assert found == {"tfscale/comm/objects.py"}
 
 
 def test_weak_dictionaries_of_modules_stand_in_a_list():

@@ -17,7 +17,7 @@ from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError, check_integer, require
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
-from tfscale.fit.preparation import build_from_data, build_model
+from tfscale.fit.preparation import build_model
 from tfscale.fit.session import running_session
 from tfscale.internals.keras import begin_at_epoch, how_to_build, is_built, steps_until
 from tfscale.internals.traits import Phase
@@ -142,28 +142,25 @@ class Checkpoint(Callback):
         first_step = position.step if epoch == position.epoch else 0
         self.session.note_resumed(position.n_steps - first_step)
         restore_data(self.session.data, position.data, first_step)
-        self._restore(reader)
+        restored = self._restore(reader)
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
+        if first_step > 0:
+            restored.restore_metrics()
         if rank == 0:
             logger.info("Resuming from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step
 
-    def _restore(self, reader: Reader) -> None:
+    def _restore(self, reader: Reader) -> Restore:
         build_model(self.model)
         self._restored = Restore(self.model, reader)
         self._restored.run()
+        return self._restored
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Take a checkpoint if one is due, now that all callbacks have ended the last step."""
         super().on_train_batch_begin(batch, logs)
         if self._restored is not None:
             self._restored.finish()
-            if self._position.step > 0:
-                try:
-                    build_from_data(self.model)  # the variables of metrics
-                except ConfigError as error:
-                    logger.info("Metrics that only a step can build begin again: %s", error)
-                self._restored.restore_metrics()
             self._restored = None
         if self._is_stopping:
             self._save_last(self._position.n_steps > self._saved, is_end=False)

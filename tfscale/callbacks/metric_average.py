@@ -11,7 +11,6 @@ import numpy as np
 from tfscale.callbacks.base import Callback
 from tfscale.checkpoints.variables import metric_states
 from tfscale.comm import collectives, objects, runtime
-from tfscale.config import ExchangeError
 from tfscale.exchange.batch_shares import weight_of_last_batch
 from tfscale.fit.metric_updates import Source, flat_items, sources_of, watch
 from tfscale.fit.session import running_session
@@ -20,6 +19,10 @@ from tfscale.internals.traits import Phase
 
 VALIDATION = "val_"
 REDUCE = {"sum": runtime.Sum, "mean": runtime.Average, "max": runtime.Max, "min": runtime.Min}
+_HINT = (
+    "Give every rank the same metrics, validation data and callbacks, or put callbacks that add "
+    "keys on one rank after MetricAverageCallback."
+)
 
 
 class MetricAverageCallback(Callback):
@@ -199,8 +202,9 @@ def _average_logs(
         "states": {f"{p}{label}" for p, taken in snapshots.items() for *_, label in taken.states},
     }
     every = objects.allgather_object(mine, name="metrics of an epoch")
-    _require_equal("logs key", [set(item["keys"]) for item in every])
-    _require_equal("metric state", [item["states"] for item in every])
+    for what, names in (("Keys of logs", "keys"), ("States of metrics", "states")):
+        of_ranks = {rank: set(item[names]) for rank, item in enumerate(every)}
+        objects.require_equal_values(of_ranks, what, _HINT)
     results = {
         prefix + key: value
         for prefix, snapshot in sorted(snapshots.items())
@@ -241,17 +245,6 @@ def mean(numbers: list[float], weights: list[float] | None = None) -> float:
     counted = [(number, weight) for number, weight in zip(numbers, weights, strict=True) if weight]
     values, factors = np.array(counted, np.float64).T
     return float(np.average(values, weights=factors))
-
-
-def _require_equal(what: str, names: list[set[str]]) -> None:
-    partial = sorted(names[0].union(*names) - names[0].intersection(*names))
-    if partial:
-        holders = [rank for rank in range(len(names)) if partial[0] in names[rank]]
-        raise ExchangeError(
-            f"Every {what} must exist on all {runtime.size()} ranks to be averaged. Received: "
-            f"{partial[0]!r} on ranks {holders} only. Give every rank the same metrics, "
-            "validation data and callbacks: one that adds a key must do so on every rank."
-        )
 
 
 def _scalars(results: dict[str, Any]) -> dict[str, Any]:

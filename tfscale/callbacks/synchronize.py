@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,15 +16,27 @@ from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ConfigError, ExchangeError, require
+from tfscale.config import ConfigError, require
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
 from tfscale.internals.traits import Phase
-from tfscale.optimizer.distributed import distributed_of, passes_per_update, process_set_of
+from tfscale.optimizer.distributed import (
+    broadcast_loaded,
+    distributed_of,
+    passes_per_update,
+    process_set_of,
+)
 
 logger = logging.getLogger("tfscale")
 
 _NAMES_SHOWN = 3
+_CAUSES = (
+    "Likely causes: the optimizer is not wrapped in DistributedOptimizer; the weights were not "
+    "broadcast or were changed on one rank afterwards; a callback or train_step does something "
+    "else depending on a rank's own data, such as a learning rate lowered by metrics that are not "
+    "averaged (MetricAverageCallback averages them). Register variables meant to differ with "
+    "register_local_var, or give them as local_variables."
+)
 
 
 class Synchronize(Callback):
@@ -172,28 +183,13 @@ def _broadcast(
     model: keras.Model, root_rank: int, local_variables: Iterable[keras.Variable] = ()
 ) -> None:
     state = model_state.common_variables(model, local_variables)
-    _require_equal_shapes(state)
+    # By place: Keras numbers layers by process.
+    kinds = [objects.Named(v.path, f"{tuple(v.shape)} {v.dtype}") for v in state]
+    hint = "Build model and optimizer from the same code and settings everywhere."
+    objects.require_equal(kinds, "Variables of model and optimizer", hint)
     objects.broadcast_variables(state, root_rank)
-    model_state.broadcast_loaded(model, root_rank)
+    broadcast_loaded(model, root_rank)
     adapted_layers.refresh_all(model)
-
-
-def _require_equal_shapes(variables: list[keras.Variable]) -> None:
-    """Compare shapes and dtypes over ranks; names may differ, as Keras numbers layers."""
-    mine = [(item.path, tuple(item.shape), str(item.dtype)) for item in variables]
-    every = objects.allgather_object(mine, name="shapes of variables")
-    for rank, theirs in enumerate(every):
-        for index, (first, other) in enumerate(itertools.zip_longest(every[0], theirs)):
-            if first is None or other is None or first[1:] != other[1:]:
-                raise ExchangeError(
-                    "All ranks must train the same model with the same optimizer. Received: "
-                    f"variable {index} is {_describe(first)} on rank 0 and {_describe(other)} on "
-                    f"rank {rank}. Build the model from the same code and settings everywhere."
-                )
-
-
-def _describe(item: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "missing" if item is None else f"{item[0]!r} of shape {item[1]} and dtype {item[2]}"
 
 
 # Moving statistics.
@@ -360,50 +356,24 @@ class ConsistencyCheck(Callback):
         if self.optimizer_state:
             state += model_state.optimizer_variables(self.model)
         variables = [v for v in model_state.distinct(state) if id(v) not in local]
-        own = [_digest(variable) for variable in variables]
-        every = objects.allgather_object(own, name="check of weights")
-        if len({len(digests) for digests in every}) > 1:
-            raise ExchangeError(
-                "All ranks must train the same variables. Received: "
-                f"{[len(digests) for digests in every]} variables on ranks 0 to {len(every) - 1}, "
-                f"{moment}. Build the model and the optimizer from the same code everywhere."
-            )
-        ranks = process_set_of(self.model).ranks or range(len(every))
+        own = [(variable.path, _digest(variable)) for variable in variables]
+        every = dict(enumerate(objects.allgather_object(own, name="check of weights")))
+        counts = {rank: len(found) for rank, found in every.items()}
+        hint = "Build the model and the optimizer from the same code everywhere."
+        objects.require_equal_values(counts, f"The number of variables {moment}", hint)
         distributed = distributed_of(self.model.optimizer)
         apart = distributed and distributed.bound.groups
-        groups = self.groups or (apart.ranks if apart else [ranks])
-        different = {
-            index: ranks
-            for index, digests in enumerate(zip(*every, strict=True))
-            if (ranks := _differing(digests, groups))
+        ranks = process_set_of(self.model).ranks or list(every)
+        # By place, with the paths of rank 0: Keras numbers layers by process.
+        labels = [f"{path} (variable {i})" for i, (path, _) in enumerate(every[0])]
+        digests = {
+            rank: dict(zip(labels, [digest for _, digest in found], strict=True))
+            for rank, found in every.items()
         }
-        if different:
-            raise ExchangeError(_explain(variables, different, moment))
+        groups = self.groups or (apart.ranks if apart else [ranks])
+        objects.require_equal_values(digests, f"Weights {moment}", _CAUSES, groups)
 
 
 def _digest(variable: keras.Variable) -> bytes:
     data = np.ascontiguousarray(variable.numpy()).view(np.uint8)
     return hashlib.blake2b(data, digest_size=8).digest()
-
-
-def _differing(digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks whose digest differs from that of the first rank of their group."""
-    return sorted(r for group in groups for r in group if digests[r] != digests[group[0]])
-
-
-def _explain(variables: list[keras.Variable], different: dict[int, list[int]], moment: str) -> str:
-    shown = [
-        f"{variables[index].path!r} on ranks {ranks}"
-        for index, ranks in list(different.items())[:_NAMES_SHOWN]
-    ]
-    more = len(different) - len(shown)
-    return (
-        f"Weights must be bitwise equal on all ranks {moment}. Received: values that differ from "
-        f"the first rank's (rank 0's, without groups) for {'; '.join(shown)}"
-        f"{f'; and {more} more variables' if more else ''}. Likely causes: the optimizer is not "
-        "wrapped in DistributedOptimizer; the weights were not broadcast or were changed on one "
-        "rank afterwards; a callback or train_step does something else depending on a rank's own "
-        "data, such as a learning rate lowered by metrics that are not averaged "
-        "(MetricAverageCallback averages them). Variables meant to differ are to be registered "
-        "with register_local_var or given as local_variables."
-    )

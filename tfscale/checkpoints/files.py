@@ -313,6 +313,16 @@ _LATER_INFO: dict[str, Any] = {  # older checkpoints have none
 }
 
 
+def empty_info() -> dict[str, Any]:
+    """Return the lists and names of a manifest's "info", empty."""
+    forms = (_INFO | _LATER_INFO).items()
+    return {
+        name: type(form)()
+        for name, form in forms
+        if isinstance(form, list) or (isinstance(form, dict) and ... in form)
+    }
+
+
 def _fits(value: Any, form: Any) -> bool:
     if isinstance(form, tuple):
         return any(_fits(value, one) for one in form)

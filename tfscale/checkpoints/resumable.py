@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import keras
+import numpy as np
 
 from tfscale.checkpoints.files import Part
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
+from tfscale.exchange.states import Saved, Scope
 from tfscale.internals.traits import Traits
 
 logger = logging.getLogger("tfscale")
@@ -73,6 +75,20 @@ def kind_of(callback: Resumable) -> str:
     if isinstance(callback, OnRankZero):
         return f"RankZero({kind_of(callback.callback)})"
     return type(callback).__name__
+
+
+class CallbackState:
+    """The state of a `Resumable`, as checkpoints save it; `restore_callbacks` restores them."""
+
+    def __init__(self, callback: Resumable) -> None:
+        self._callback = callback
+
+    def saved(self, scope: Scope) -> Saved:
+        """Copy the state."""
+        state = dict(self._callback.backup_state())
+        own = enumerate(state.pop("arrays", []))
+        arrays = {f"callback/{i}": np.array(array) for i, array in own if scope.is_leader}
+        return Saved(arrays, {"callbacks": {"kind": kind_of(self._callback), "state": state}})
 
 
 def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: int) -> None:

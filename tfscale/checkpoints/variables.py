@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import keras
+import numpy as np
 
 from tfscale.comm import runtime
-from tfscale.comm.runtime import global_process_set
+from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 from tfscale.fit import adapted_layers
 from tfscale.fit.metric_updates import metrics_of, reductions_of
 from tfscale.internals.keras import layers_of, seeds_of, state_of, weights_of
 from tfscale.internals.optimizers import (
-    gradient_sums,
     optimizers_of,
     slots_of,
     trained_by,
     update_rule,
 )
-from tfscale.optimizer.distributed import distributed_of, distributed_optimizers
+from tfscale.optimizer.distributed import differing_variables, distributed_optimizers
+
+logger = logging.getLogger("tfscale")
 
 
 def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
@@ -31,8 +32,8 @@ def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> set[int]:
     """Return the ids of weights registered as local, of further `variables`, and of their slots."""
     # Frozen weights stay local, but are missing in a model's `trainable_variables`.
-    kept = [v for layer in layers_of(model) for v in weights_of(layer)]
-    local = {id(v) for v in [*variables, *_registered(model, kept)]}
+    own = [v for layer in layers_of(model) for v in weights_of(layer)]
+    local = {id(v) for v in [*variables, *_registered(model, own)]}
     slots: set[int] = set()
     for optimizer in optimizers_of(model) if local else ():
         rule = update_rule(optimizer)
@@ -59,28 +60,12 @@ def common_variables(
 def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     """Return learning rates, step counts and slots of all optimizers of the model.
 
-    Variables that differ between ranks are left out: Keras's gradient accumulators if ranks
-    exchange no gradients, and slots of which each rank has a part (`tfscale.Sharded`).
+    Variables that differ between ranks are left out.
     """
-    variables: list[keras.Variable] = []
-    partial: set[int] = set()
-    for optimizer in optimizers_of(model):
-        variables.extend(optimizer.variables)
-        distributed = distributed_of(optimizer)
-        kept = distributed and distributed.bound.kept
-        own = kept.parts if kept else []
-        if distributed is None:
-            own = gradient_sums(update_rule(optimizer))
-        partial |= {id(item) for item in own}
-    return [variable for variable in distinct(variables) if id(variable) not in partial]
-
-
-def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
-    """Send all ranks their parts of the sharded state that one rank may have loaded. Collective."""
-    for optimizer in distributed_optimizers(model):
-        kept = optimizer.bound.kept
-        if kept is not None:
-            kept.broadcast_loaded(root_rank, optimizer.bound.process_set)
+    optimizers = optimizers_of(model)
+    differing = {id(v) for optimizer in optimizers for v in differing_variables(optimizer)}
+    variables = distinct(v for optimizer in optimizers for v in optimizer.variables)
+    return [variable for variable in variables if id(variable) not in differing]
 
 
 def non_trainable_state(model: keras.Model) -> list[keras.Variable]:
@@ -111,42 +96,90 @@ def metric_states(model: keras.Model) -> list[tuple[keras.Variable, str, str]]:
     return list(states.values())
 
 
-@dataclass(frozen=True)
-class Variables:
-    """A model's variables: `weights` are equal within a group of ranks, others differ by rank."""
+class ModelState:
+    """The variables of a built model, without metrics and optimizers.
 
-    weights: list[Any]
-    state: list[Any]  # non-trainable variables of layers, such as moving statistics
-    seeds: list[Any]  # of the layers' seed generators, uint32 (seed, numbers drawn)
-    local: list[Any]  # weights registered as local, and their slots
+    Attributes:
+        weights: They are equal within a group of ranks; all others differ by rank.
+        state: Non-trainable variables of layers, such as moving statistics.
+        seeds: Of the layers' seed generators, uint32 (seed, numbers drawn).
+        local: Weights registered as local, and their slots.
+    """
 
-    @staticmethod
-    def of(model: keras.Model) -> Variables:
+    def __init__(self, model: keras.Model) -> None:
         """Sort the variables of a built model and the local slots of its optimizers."""
-        ids = local_ids(model)
-        state = distinct(v for layer in layers_of(model) for v in state_of(layer))
-        own = {id(v) for v in state}
+        self._model, ids = model, local_ids(model)
+        self.state = distinct(v for layer in layers_of(model) for v in state_of(layer))
+        own = {id(v) for v in self.state}
         weights = distinct(model.weights)
         slots = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
-        return Variables(
-            weights=[v for v in weights if id(v) not in own | ids],
-            state=state,
-            seeds=[state for layer in layers_of(model) for state in seeds_of(layer)],
-            local=[v for v in distinct([*weights, *slots]) if id(v) in ids],
-        )
+        self.weights = [v for v in weights if id(v) not in own | ids]
+        self.seeds = [state for layer in layers_of(model) for state in seeds_of(layer)]
+        self.local = [v for v in distinct([*weights, *slots]) if id(v) in ids]
+
+    def scope(self, groups: Sequence[Sequence[int]]) -> Scope:
+        """Return what other states are told of the model; groups of ranks have equal models."""
+        rank = runtime.rank()
+        return Scope(self.weights, self.local, group_of(rank, groups)[0] == rank)
+
+    def saved(self, scope: Scope) -> Saved:
+        """Copy the variables that this rank saves."""
+        named = {
+            "weight": self.weights if scope.is_leader else [],
+            **{"state": self.state, "seed": self.seeds, "local": self.local},
+        }
+        arrays = {f"{k}/{i}": copy_of(v) for k, of in named.items() for i, v in enumerate(of)}
+        return Saved(arrays, {"weights": [[v.path, list(v.shape)] for v in self.weights]})
+
+    def restored(self, saved: SavedStates) -> None:
+        """Restore weights and the values that differ between ranks. Collective."""
+        for i, variable in enumerate(self.weights):
+            groups = [saved.of(group[0]).arrays[f"weight/{i}"] for group in saved.groups]
+            variable.assign(mean_of(groups))
+        own, n_ranks = saved.own, range(saved.size)
+        for i, variable in enumerate(self.local):
+            variable.assign(own.arrays[f"local/{i}"])
+        for i, variable in enumerate(self.state):
+            parts = [own] if saved.is_exact else map(saved.of, n_ranks)
+            variable.assign(mean_of([part.arrays[f"state/{i}"] for part in parts]))
+        for i, variable in enumerate(self.seeds):
+            seed = own.arrays[f"seed/{i}"]
+            if runtime.rank() >= saved.size:  # keep this seed; restore the count of numbers drawn
+                seed = np.array([variable.numpy()[0], seed[1]], seed.dtype)
+            variable.assign(seed)
+        adapted_layers.refresh_all(self._model)
 
 
-def groups_of(model: keras.Model) -> list[list[int]]:
-    """Return the ranks whose models are equal, each rank in one group."""
-    size = runtime.size()
-    distributed = distributed_optimizers(model)
-    if size > 1 and not distributed:
-        return [[rank] for rank in range(size)]
-    if not distributed or distributed[0].bound.process_set is global_process_set:
-        groups = distributed[0].bound.groups if distributed else None
-        return [list(g) for g in groups.ranks] if groups else [list(range(size))]
-    members = list(distributed[0].bound.process_set.group().ranks)
-    return [members, *([rank] for rank in range(size) if rank not in members)]
+class MetricState:
+    """The states of a model's metrics, within an epoch."""
+
+    def __init__(self, model: keras.Model, is_within_epoch: bool = True) -> None:
+        self._states = metric_states(model) if is_within_epoch else []
+
+    def saved(self, scope: Scope) -> Saved:
+        """Copy the variables of this rank's metrics."""
+        del scope
+        arrays = {f"metric/{i}": copy_of(v) for i, (v, _, _) in enumerate(self._states)}
+        return Saved(arrays, {"metrics": [[mode, list(v.shape)] for v, mode, _ in self._states]})
+
+    def restored(self, saved: SavedStates) -> None:
+        """Restore this rank's states, or shares of them."""
+        before = saved.of(0).info["metrics"]
+        if [shape for _, shape in before] != [list(v.shape) for v, _, _ in self._states]:
+            logger.warning("The metrics are others than before: they begin again in this epoch.")
+            return
+        # How they are reduced may be known only after the first step.
+        for i, ((variable, _, _), (mode, _)) in enumerate(zip(self._states, before, strict=True)):
+            variable.assign(saved.share(f"metric/{i}", mode))
+
+
+def mean_of(values: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of arrays; the first one for integers and if all are equal."""
+    first = values[0]
+    is_integer = first.dtype.kind in "iub"
+    if is_integer or all(np.array_equal(v, first, equal_nan=True) for v in values[1:]):
+        return first
+    return np.mean(np.asarray(values, np.float64), axis=0).astype(first.dtype)
 
 
 def group_of(rank: int, groups: Sequence[Sequence[int]]) -> Sequence[int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -93,6 +92,107 @@ def raise_together(
     texts = [f"rank {rank}: {text}" for rank, text in zip(ranks, every, strict=True) if text]
     if texts:
         raise describe("; ".join(texts))
+
+
+# Comparisons of the ranks.
+
+_ENTRIES_SHOWN, _VALUES_SHOWN, _RANKS_SHOWN, _LETTERS_SHOWN = 3, 3, 8, 1000
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Named:
+    """A value that ranks compare, and a name that errors show, by which they may differ."""
+
+    name: str = field(compare=False)
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value}"
+
+
+def require_equal(
+    own: Any,
+    what: str,
+    hint: str,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Raise an ExchangeError on all ranks unless they pass equal values. Collective.
+
+    Args:
+        own: This rank's value; see `require_equal_values`.
+        what: What is compared; begins the text of the error.
+        hint: What to do, in a sentence.
+        name: Name of the collective in logs and errors; None for `what`.
+        process_set: The ranks that take part.
+    """
+    every = allgather_object(own, name=name or what, process_set=process_set)
+    ranks = process_set.ranks or range(len(every))
+    require_equal_values(dict(zip(ranks, every, strict=True)), what, hint)
+
+
+def require_equal_values(
+    every: Mapping[int, Any], what: str, hint: str, groups: Iterable[Sequence[int]] = ()
+) -> None:
+    """Raise an ExchangeError unless the values of ranks are equal, naming who has which.
+
+    Args:
+        every: The value of each rank. Of dicts, lists and sets the entries that differ are shown;
+            bytes are digests, which are not shown, nor are long values.
+        what: What is compared; begins the text of the error.
+        hint: What to do, in a sentence.
+        groups: The ranks whose values must be equal; all of them by default.
+    """
+    is_alike = len({type(value) for value in every.values()}) == 1
+    tables = {rank: _entries(v) if is_alike else {"": v} for rank, v in every.items()}
+    differing = []
+    for label in dict.fromkeys(label for table in tables.values() for label in table):
+        for ranks in groups or [list(every)]:
+            values = [tables[rank].get(label, _MISSING) for rank in ranks]
+            if any(value != values[0] for value in values):
+                differing.append(_difference(label, values, ranks))
+    if differing:
+        more = len(differing) - _ENTRIES_SHOWN
+        shown = "; ".join(differing[:_ENTRIES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        raise ExchangeError(f"{what} must be the same on all ranks. Received: {shown}. {hint}")
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    """Return what is compared of a value, by the label that stands before it in errors."""
+    if isinstance(value, dict):
+        return {f"{key}=": entry for key, entry in value.items()}
+    if isinstance(value, list):
+        return {f"number {i}: ": entry for i, entry in enumerate(value)}
+    if isinstance(value, set):
+        return dict.fromkeys(sorted(value), "")
+    return {"": value}
+
+
+def _difference(label: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
+    """Return "momentum=0.5 on rank 0, 2 and momentum=0.9 on rank 1"."""
+    name = label.rstrip(":= ")
+    if any(isinstance(value, bytes) or len(str(value)) > _LETTERS_SHOWN for value in values):
+        others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]
+        return f"other {name or 'values'} on rank {_listed(others)} than on rank {ranks[0]}"
+    holders: list[tuple[Any, list[int]]] = []
+    for rank, value in zip(ranks, values, strict=True):
+        known = next((own for other, own in holders if other == value), None)
+        if known is None:
+            holders.append((value, known := []))
+        known.append(rank)
+    texts = []
+    for value, own in holders[:_VALUES_SHOWN]:
+        text = f"no {name}" if value is _MISSING else f"{label}{value}"
+        texts.append(f"{text} on rank {_listed(own)}")
+    others = [rank for _, own in holders[_VALUES_SHOWN:] for rank in own]
+    return " and ".join([*texts, *([f"others on rank {_listed(others)}"] if others else [])])
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _RANKS_SHOWN
+    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def broadcast_object(
@@ -184,20 +284,13 @@ def _require_alike(variables: Sequence[Any], process_set: ProcessSet) -> None:
     digests = allgather_object(digest, name="digest of variables", process_set=process_set)
     if len(set(digests)) == 1:
         return
-    named = [f"{getattr(v, 'path', v.name)} {kind}" for v, kind in zip(variables, own, strict=True)]
-    lists = allgather_object((own, named), name="kinds of variables", process_set=process_set)
-    ranks = process_set.group().ranks
-    kinds, names = lists[0]
-    rank, (others, other_names) = next(
-        (r, given) for r, given in zip(ranks, lists, strict=True) if given[0] != kinds
-    )
-    i = next(i for i, pair in enumerate(zip_longest(kinds, others)) if pair[0] != pair[1])
-    here, there = ((*n, "no further variable")[min(i, len(n))] for n in (names, other_names))
-    raise ExchangeError(
-        "broadcast_variables needs as many variables on all ranks, of equal dtypes and shapes. "
-        f"Received: {here} on rank {ranks[0]} and {there} on rank {rank}, as number {i} of "
-        f"{len(kinds)} and {len(others)}. Build the same model on every rank, and the optimizer "
-        "before you broadcast its variables."
+    names = [f"number {i}, {getattr(v, 'path', v.name)}" for i, v in enumerate(variables)]
+    require_equal(
+        dict(zip(names, own, strict=True)),
+        "The dtypes and shapes of variables that are broadcast",
+        "Build the same model on every rank, and its optimizer before you broadcast its variables.",
+        name="kinds of variables",
+        process_set=process_set,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -19,16 +18,6 @@ from tfscale.native.compiler import find_toolchain
 def versions() -> str:
     """Return the versions that must be equal on all ranks, as one line."""
     return f"tfscale {tfscale.__version__}, tensorflow {tf.__version__}, keras {keras.__version__}"
-
-
-def require_equal(every: Sequence[str]) -> None:
-    """Raise ExchangeError unless all ranks' `versions` are equal."""
-    other = next((rank for rank, text in enumerate(every) if text != every[0]), None)
-    if other is not None:
-        raise ExchangeError(
-            "All ranks must run the same software. Received: "
-            f"{every[0]} on rank 0 and {every[other]} on rank {other}. Install the same versions."
-        )
 
 
 _MPI_THREAD_MULTIPLE = 3  # MPICH and Open MPI agree on this number

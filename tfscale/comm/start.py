@@ -18,7 +18,7 @@ from tfscale.comm.backends.base import Backend, SingleBackend
 from tfscale.comm.backends.engine import EngineBackend, load
 from tfscale.comm.backends.horovod import HorovodBackend, is_installed, load_horovod
 from tfscale.comm.process import Launch, deadline_of_start, discover, end_job_on_error
-from tfscale.comm.software import require_equal, versions
+from tfscale.comm.software import versions
 from tfscale.comm.warnings import watch_first_fit
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.native import mpi_files
@@ -76,7 +76,7 @@ def init(
         if comm is None:
             require_size(launch, runtime.size())
     if chosen == "horovod":  # the engine has compared them
-        require_equal(objects.allgather_object(versions(), name="versions"))
+        objects.require_equal(versions(), "Versions", "Install the same packages on every host.")
     is_alone = chosen == "single" and launch is not None and launch.size > 1
     process.write_state(process.ALONE if is_alone else process.JOINED)
     atexit.register(_leave_at_exit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale.comm import collectives, runtime
 from tfscale.comm.backends.base import Group, Quantization, Quantized
 from tfscale.comm.compression import LossyCompressor, LowRankCompressor, QuantizedCompressor
+from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
+
+logger = logging.getLogger("tfscale")
 
 # Part of a training that is sent in more bits unless the user chose the first compressed step.
 _LEAST_START, _START_SHARE = 500, 0.05
@@ -191,6 +196,43 @@ class Residuals:
 
     # Checkpoints
 
+    def saved(self, scope: Scope) -> Saved:
+        """Copy this rank's residuals of the weights in the scope."""
+        places, arrays, entries = scope.places, {}, {}
+        for residual in self.all:
+            if id(residual.parameter) in places:
+                name = str(places[id(residual.parameter)])
+                entries[name] = [list(residual.cuts), residual.factor]
+                kept = {"residual": residual.own, "owner": residual.owner, "basis": residual.basis}
+                known = {key: variable for key, variable in kept.items() if variable is not None}
+                arrays |= {f"{key}/{name}": copy_of(v) for key, v in known.items()}
+        n_steps = 0 if self.n_steps is None else int(self.n_steps.numpy())
+        return Saved(arrays, {"n_quantized": n_steps}, {"residuals": entries})
+
+    def restored(self, saved: SavedStates) -> None:
+        """Restore what was left for later steps. Collective if there is any.
+
+        Each rank takes its own; or the sum is cut again if ranks or hosts have changed.
+        """
+        known, own = saved.of(0).entries.get("residuals"), saved.own
+        if not known:
+            return
+        is_same = np.int64(saved.is_exact and saved.is_same_host)
+        n_same = collectives.allreduce(is_same, op=runtime.Sum, name="restored residuals")
+        is_exact = int(n_same) == runtime.size()
+        states = []
+        for name, (cuts, _) in known.items():
+            kept = {key: own.find(f"{key}/{name}") for key in ("owner", "basis")}
+            if is_exact:
+                state = Restored(tuple(cuts), own.arrays[f"residual/{name}"], **kept)
+            else:
+                left = pending_in(saved, name)
+                state = Restored(tuple(cuts), basis=kept["basis"], pending=left)
+            states.append((saved.scope.weights[int(name)], state))
+        self.restore(states, saved.of(0).info["n_quantized"])
+        if not is_exact and runtime.rank() == 0:
+            logger.info("Ranks or hosts are others than before: residuals are cut again.")
+
     def restore(self, states: Sequence[tuple[Any, Restored]], n_steps: int) -> None:
         """Restore parameters' residuals, now or when they are created; others become zero."""
         self._first_step = n_steps
@@ -219,6 +261,18 @@ class Residuals:
             residual.owner.assign(state.owner)
         elif state.owner is not None:  # the exchange is another than before
             replace(residual, cuts=state.cuts).add(state.owner)
+
+
+def pending_in(saved: SavedStates, name: str) -> np.ndarray:
+    """Return the sum that was left for later steps; its mean over groups, which have their own."""
+    totals = []
+    for group in saved.groups:
+        parts = [part for part in map(saved.of, group) if name in part.entries["residuals"]]
+        factor = parts[0].entries["residuals"][name][1]
+        total = factor * np.sum([np.float64(p.arrays[f"residual/{name}"]) for p in parts], axis=0)
+        owners = [p.arrays[f"owner/{name}"] for p in parts if f"owner/{name}" in p.arrays]
+        totals.append(total + np.concatenate(owners).reshape(total.shape) if owners else total)
+    return np.mean(totals, axis=0)
 
 
 def keep(updates: Iterable[Update]) -> None:

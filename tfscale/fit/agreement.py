@@ -14,14 +14,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm import runtime
+from tfscale.comm import objects, runtime
 from tfscale.comm.software import versions
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession
-from tfscale.fit.uneven_batches import require_equal_numbers
 from tfscale.internals.optimizers import (
     config_of,
     is_wrapped,
@@ -43,11 +42,23 @@ _PROBED_BYTES = 1 << 16
 _COMPARED_OPTIONS = ("op", "predivide", "sparse_as_dense", "repeated_indices")
 _HINTS = {
     "tfscale callbacks": first_step.HINT,
-    "batch size": "Give fit the same batch_size on all ranks, or use tfscale.data.GlobalBatches, "
+    "Batch size": "Give fit the same batch_size on all ranks, or use tfscale.data.GlobalBatches, "
     "which gives them equal parts of each batch.",
-    "vocabularies": "Adapt layers to the same data, or give them one vocabulary, on all ranks.",
-    "versions": "Install the same packages on every host.",
+    "Vocabularies": "Adapt layers to the same data, or give them one vocabulary, on all ranks.",
+    "Versions": "Install the same packages on every host.",
 }
+_LENGTH = (
+    "Give every rank as many batches, for example with tfscale.data.GlobalBatches, and the same "
+    "arguments to fit."
+)
+_BATCHES = (
+    "Give GlobalBatches the same samples, batch_size and seed on every rank; it gives each its own "
+    "slice."
+)
+_SAMPLES = (
+    "Give GlobalBatches everything, it gives each rank its own slice, made with one "
+    "tf.random.set_seed on all ranks; or pass data that was shared out by hand to fit as it is."
+)
 _HINT = "Run the same code with the same settings on every rank."
 
 
@@ -95,7 +106,8 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
             distributed.note_compared()
     data = [rank["data"] for rank in every]
     _require_usable(data)
-    require_equal_numbers(every)
+    lengths = [{key: rank[key] for key in ("steps", "epochs")} for rank in every]
+    objects.require_equal_values(dict(enumerate(lengths)), "Numbers of steps and epochs", _LENGTH)
     _require_equal_data(call.data, data)
     require_equal([rank["training"] for rank in every])
     adapted_layers.trace_together(model, [rank["has_adapted"] for rank in every])
@@ -121,7 +133,7 @@ def describe(session: FitSession) -> dict[str, Any]:
     "topics": texts that must be equal; None if not known yet.
     "ranks": the ranks that train the same model.
     "first samples": a digest; "" if the data are not arrays.
-    "first weights": a digest; "" if they are not compared now.
+    "first weights": a digest; empty if they are not compared now.
     """
     model: Any = session.model
     optimizer = optimizer_of(model)
@@ -129,19 +141,23 @@ def describe(session: FitSession) -> dict[str, Any]:
     callbacks = [c for c in given_of(session.callbacks) if _name(c) not in _SILENT]
     names = _names(callbacks)
     weights = [
-        _Variable(v.path, f"{tuple(v.shape)} {v.dtype} trainable={v.trainable}")
+        # Keras numbers layers by process.
+        objects.Named(v.path, f"{tuple(v.shape)} {v.dtype} trainable={v.trainable}")
         for v in model.weights
         if not (distributed and distributed.is_local_var(v))
     ]
     topics = {
-        "versions": versions(),
+        "Versions": versions(),
         "tfscale callbacks": [_callback(c) for c in callbacks],
-        "model": weights if model.built else None,
-        "vocabularies": adapted_layers.vocabularies(model),
-        "optimizer": _optimizer(optimizer, names.isdisjoint(_LOADING)),
-        "exchange": _exchange(optimizer),
-        "batch size": _batch_size(session.data, session.call.batch_size),
-        "step": f"run_eagerly={model.run_eagerly}, steps_per_execution={model.steps_per_execution}",
+        "Model": weights if model.built else None,
+        "Vocabularies": adapted_layers.vocabularies(model),
+        "Optimizer": _optimizer(optimizer, names.isdisjoint(_LOADING)),
+        "Exchange": _exchange(optimizer),
+        "Batch size": _batch_size(session.data, session.call.batch_size),
+        "Training step": {
+            "run_eagerly": str(model.run_eagerly),
+            "steps_per_execution": str(model.steps_per_execution),
+        },
     }
     return {
         "topics": topics,
@@ -156,26 +172,25 @@ def require_equal(every: Sequence[dict[str, Any]]) -> None:
 
     Warns if ranks were given the same samples.
     """
-    for rank, other in enumerate(every):
-        first_rank = _first_of(other, rank)
-        first = every[first_rank]
-        if first["ranks"] != other["ranks"]:
-            continue
-        for topic, text in first["topics"].items():
-            other_text = other["topics"][topic]
-            if None not in (text, other_text) and text != other_text:
-                mine, theirs = _difference(text, other_text)
-                raise ExchangeError(
-                    f"All ranks must train with the same {topic}. Received: {mine} on rank "
-                    f"{first_rank} and {theirs} on rank {rank}. {_HINTS.get(topic, _HINT)}"
-                )
+    for ranks in _ranks_of_models(every):
+        for topic in every[ranks[0]]["topics"]:
+            known = {rank: every[rank]["topics"][topic] for rank in ranks}
+            known = {rank: text for rank, text in known.items() if text is not None}
+            objects.require_equal_values(known, topic, _HINTS.get(topic, _HINT))
     _warn_of_equal_samples([rank["first samples"] for rank in every])
-    _require_equal_weights(every)
+    for ranks in _ranks_of_models(every):
+        digests = {rank: every[rank]["first weights"] for rank in ranks}
+        first_step.require_equal_weights({rank: d for rank, d in digests.items() if d})
 
 
-def _first_of(described: dict[str, Any], rank: int) -> int:
-    """Return the first rank that trains the same model as the described `rank`."""
-    return described["ranks"][0] if rank in described["ranks"] else rank
+def _ranks_of_models(every: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Return the ranks that train each model, given the results of `describe`."""
+    of_models: dict[tuple[int, ...], list[int]] = {}
+    for rank, described in enumerate(every):
+        # A rank outside of its optimizer's process set trains alone.
+        ranks = tuple(described["ranks"]) if rank in described["ranks"] else (rank,)
+        of_models.setdefault(ranks, []).append(rank)
+    return list(of_models.values())
 
 
 def _name(callback: Traits) -> str:
@@ -195,17 +210,6 @@ def _classes(callback: Traits) -> list[str]:
 def _callback(callback: Traits) -> str:
     settings = [f"{n.lstrip('_')}={_text(getattr(callback, n))}" for n in callback.compared]
     return _name(callback) + (f"({', '.join(settings)})" if settings else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Variable:
-    """A weight; equality ignores the path, in which Keras numbers layers by process."""
-
-    path: str = dataclasses.field(compare=False)
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.kind}"
 
 
 def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
@@ -264,22 +268,6 @@ def _batch_size(data: Any, given: int | None) -> str:
     return str(given or 32) if is_array else f"of {type(data).__name__}"
 
 
-def _difference(first: Any, other: Any) -> tuple[str, str]:
-    """Return the first differing entry of both sides."""
-
-    def entries(topic: Any) -> dict[str, Any]:
-        if isinstance(topic, list):
-            return {f"number {i}: ": entry for i, entry in enumerate(topic)}
-        if isinstance(topic, dict):
-            return {f"{key}=": text for key, text in topic.items()}
-        return {"": topic}
-
-    mine, theirs = entries(first), entries(other)
-    differing = (k for k in {**mine, **theirs} if k not in theirs or mine.get(k) != theirs[k])
-    key = next(differing)
-    return f"{key}{mine.get(key, 'nothing')}", f"{key}{theirs.get(key, 'nothing')}"
-
-
 # The first samples and weights of ranks.
 
 
@@ -299,7 +287,7 @@ def _ranks_of(model: Any) -> list[int]:
     return list(process_set_of(model).ranks or range(runtime.size()))
 
 
-def _first_weights(model: Any, callbacks: set[str]) -> str:
+def _first_weights(model: Any, callbacks: set[str]) -> bytes:
     """Return a digest of the weights a model begins with, to be compared between ranks.
 
     Args:
@@ -307,12 +295,12 @@ def _first_weights(model: Any, callbacks: set[str]) -> str:
         callbacks: Names of the classes of its callbacks.
 
     Returns:
-        The digest; "" where there is nothing to compare: the model trains on one rank, a callback
+        The digest; empty without anything to compare: the model trains on one rank, a callback
         makes the weights equal, or the first step creates the weights and compares them itself.
     """
     distributed = distributed_of(optimizer_of(model))
     if distributed is None or callbacks & (_EQUALISING | _RESTORING) or not model.built:
-        return ""
+        return b""
     variables = [*model.trainable_variables, *adapted_layers.statistics(model)]
     return first_step.digest_of(distributed, variables)
 
@@ -329,14 +317,6 @@ def _warn_of_equal_samples(digests: list[str]) -> None:
                 "tfscale.data.GlobalBatches gives every rank its part.",
                 ", ".join(map(str, ranks)),
             )
-
-
-def _require_equal_weights(every: Sequence[dict[str, Any]]) -> None:
-    for rank, other in enumerate(every):
-        first_rank = _first_of(other, rank)
-        digests = {first_rank: every[first_rank]["first weights"], rank: other["first weights"]}
-        if all(digests.values()):
-            first_step.require_equal_weights(digests)
 
 
 # Global batches.
@@ -379,15 +359,10 @@ def _require_equal_data(data: Any, every: Sequence[dict[str, dict[str, Any] | No
         for state in states:
             state["epoch"] = data.epoch
     elif states:
-        trained = [one or {"state": None, "samples": []} for one in trained]
+        trained = [one or {"state": "no GlobalBatches", "samples": []} for one in trained]
     for name, described in (("x", trained), ("validation_data", validated)):
         given = {rank: one["state"] for rank, one in enumerate(described) if one}
-        if any(state != next(iter(given.values())) for state in given.values()):
-            raise ExchangeError(
-                f"All ranks must cut the same global batches. Received: {name} of fit by rank: "
-                f"{given}. Give GlobalBatches the same samples, batch_size and seed on every rank; "
-                "it gives each its own slice."
-            )
+        objects.require_equal_values(given, f"Global batches of {name} of fit", _BATCHES)
         require_same_samples([one["samples"] if one else None for one in described], name)
 
 
@@ -396,17 +371,15 @@ def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x"
 
     `probes` are the results of `BatchSource.probe` on each rank; None for ranks without a source.
     """
-    given = [(rank, probe) for rank, probe in enumerate(probes) if probe is not None]
-    for rank, probe in given:
-        first_rank, first = given[0]
-        if len(probe) == len(first) and all(map(_is_alike, probe, first)):
-            continue
-        raise ExchangeError(
-            "All ranks must have all samples in the same order. Received: other samples on rank "
-            f"{rank} than on rank {first_rank}, as {name} of fit. Give GlobalBatches everything, "
-            "it gives each rank its own slice, made with one tf.random.set_seed on all ranks; or "
-            "pass data that was shared out by hand to fit as it is."
-        )
+    given = {rank: probe for rank, probe in enumerate(probes) if probe is not None}
+    first = next(iter(given.values()), [])
+    alike = {
+        rank: len(probe) == len(first) and all(map(_is_alike, probe, first))
+        for rank, probe in given.items()
+    }
+    # Equality to rounding: as digests, which are equal or not.
+    digests = {rank: bytes(is_alike) for rank, is_alike in alike.items()}
+    objects.require_equal_values(digests, f"Samples of {name} of fit, and their order,", _SAMPLES)
 
 
 def _is_alike(one: Any, other: Any) -> bool:

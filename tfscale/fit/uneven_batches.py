@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import keras
@@ -37,18 +37,6 @@ logger = logging.getLogger("tfscale")
 
 Answer = Literal["run", "end", "stop"]
 _ASKED = "step of fit"
-
-
-def require_equal_numbers(every: Sequence[dict[str, Any]]) -> None:
-    """Raise an ExchangeError unless all ranks begin a `fit` of as many "steps" and "epochs"."""
-    for key in ("steps", "epochs"):
-        values = [rank[key] for rank in every]
-        if any(v != values[0] for v in values):
-            raise ExchangeError(
-                f"All ranks must run the same number of {key}. Received: {key}={values}, in rank "
-                "order. Give every rank as many batches, for example with "
-                "tfscale.data.GlobalBatches, and the same arguments to fit."
-            )
 
 
 class Progress:

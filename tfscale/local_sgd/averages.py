@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,16 +13,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm import runtime
+from tfscale.comm import collectives, runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.compression import Compression, QuantizedCompressor
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.plan import GradientOptions, Wire, values_of
 from tfscale.exchange.residuals import Residuals, keep
+from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
 from tfscale.local_sgd.intervals import AdaptiveInterval, DistanceGuard, GrowingInterval
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, owner_of
 from tfscale.plan.segments import block_cuts
+
+logger = logging.getLogger("tfscale")
 
 
 class GroupAverage:
@@ -140,7 +144,39 @@ class GroupAverage:
         """The first of `variables`: interval, steps since the last average, intervals so far."""
         return [self.interval, self.since, self._n_intervals]
 
-    def restore(self, values: Sequence[np.ndarray]) -> None:
+    def saved(self, scope: Scope) -> Saved:
+        """Copy `variables`: this rank's segments, or once in a group what is equal in it."""
+        is_saved = scope.is_leader or self._executor.shards is not None
+        known = self.variables if is_saved else []
+        return Saved({f"average/{i}": copy_of(variable) for i, variable in enumerate(known)})
+
+    def restored(self, saved: SavedStates) -> None:
+        """Resume inside an interval, or begin one from the groups' average. Collective.
+
+        An interval begins if groups have changed, or the variables kept from the last average: by
+        another inner exchange, compression or outer optimizer.
+        """
+        of_leader = saved.of(saved.groups[0][0]).series("average")
+        if len(of_leader) >= len(self.counters):
+            self._take(of_leader[: len(self.counters)])
+        if not saved.is_exact:  # all groups hold the average already
+            self.start_from_here()
+            return
+        kept = saved.own.series("average") or of_leader
+        fits = [value.shape for value in kept] == [tuple(v.shape) for v in self.variables]
+        n_fit = collectives.allreduce(np.int64(fits), op=runtime.Sum, name="restored averages")
+        if int(n_fit) == runtime.size():
+            self._take(kept)
+            if saved.is_end:  # the weights hold the average of all groups
+                self.start_from_here()
+            return
+        self.average_now()
+        self.start_from_here()
+        if self.across.size > 1 and runtime.rank() == 0:
+            text = "Groups average in another way than before: they begin with their average."
+            logger.warning(text)
+
+    def _take(self, values: Sequence[np.ndarray]) -> None:
         """Set `variables`, or the counters alone, to values of an earlier run.
 
         A fixed interval is the program's, not that of the earlier run.

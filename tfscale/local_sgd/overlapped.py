@@ -221,9 +221,9 @@ class OverlappedAverage(GroupAverage):
         self.overlap.assign(n_steps)
         self.steps_per_average.assign(steps_per_average)
 
-    def restore(self, values: Sequence[np.ndarray]) -> None:
+    def _take(self, values: Sequence[np.ndarray]) -> None:
         """As for `GroupAverage`; a measured overlap is kept, a given one is the program's."""
-        super().restore(values)
+        super()._take(values)
         first = self._strategy.first_overlap
         if self._strategy.overlap != "auto":
             self.steps_per_average.assign(0.0)

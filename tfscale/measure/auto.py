@@ -16,7 +16,7 @@ import keras
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.events import has_events
-from tfscale.config import ConfigError, PlanError
+from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
 from tfscale.exchange.auto import Auto, Outcome, per_layer, strategy_of
@@ -245,7 +245,11 @@ class AutoWatch(Watch):
     def _try(self, scenario: Scenario, allowed: Sequence[Kind]) -> Course[None]:
         """Time plain allreduce and the promising plans; end with the fastest."""
         choices = candidates(scenario, allowed)
-        _require_equal(choices)
+        plans, hint = (
+            [c.fingerprint() for c in choices],
+            "Give all the same machine and global batch.",
+        )
+        objects.require_equal(plans, "Plans", hint)
         best = choices[0]
         plain_s = yield from _time(strategy_of(scenario.table, best.plain, _PLAIN))
         trials: list[Trial] = []
@@ -319,17 +323,6 @@ def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
     limit = _PROMISING * ordered[0].predicted.step_s
     better = [c for c in ordered if not c.is_plain and c.predicted.step_s <= limit]
     return better or ordered[:1]
-
-
-def _require_equal(choices: Sequence[Choice]) -> None:
-    """Require the same plans on all ranks. Collective."""
-    own = [choice.fingerprint() for choice in choices]
-    prints = objects.allgather_object(own, name="plan")
-    if any(other != prints[0] for other in prints):
-        raise PlanError(
-            f"All ranks must plan alike. Received: plans {prints}, in rank order. Give every rank "
-            "the same machine and global batch."
-        )
 
 
 def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:

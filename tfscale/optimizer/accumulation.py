@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfscale.comm.runtime import Sum
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.shards import name_of
+from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 from tfscale.internals.optimizers import averages_begin_within, iterations_of
 from tfscale.internals.trace import run_either
 
@@ -56,10 +58,14 @@ class Accumulator:
     before and after some are frozen, has its own cycle.
     """
 
-    def __init__(self, passes: int, is_mean: bool) -> None:
-        """Sum over cycles of `passes` batches, or average with `is_mean`."""
+    def __init__(self, passes: int, is_mean: bool, op: str) -> None:
+        """Sum over cycles of `passes` batches, or average with `is_mean`.
+
+        `op` is how the exchange reduces the sums of the ranks: Average or Sum.
+        """
         self.passes = passes
         self.is_mean = is_mean
+        self.op = op
         self._cycles: dict[tuple[int, ...], _Cycle] = {}
         self._current: _Cycle | None = None
         self._restored: tuple[int, Sequence[np.ndarray]] | None = None
@@ -69,17 +75,24 @@ class Accumulator:
         """The sums; empty before the first batch."""
         return [total for cycle in self._cycles.values() for total in cycle.sums]
 
-    def state(self) -> tuple[int, list[np.ndarray]] | None:
-        """Return number of batches and sums of the last cycle, or None before the first batch."""
-        if self._current is None:
-            return None
-        return int(self._current.count.numpy()), [np.array(v.numpy()) for v in self._current.sums]
+    def saved(self, scope: Scope) -> Saved:
+        """Copy the number of batches and the sums of the last cycle; nothing before the first."""
+        del scope
+        cycle = self._current
+        if cycle is None:
+            return Saved()
+        sums = {f"sum/{i}": copy_of(total) for i, total in enumerate(cycle.sums)}
+        return Saved(sums, {"accumulated": int(cycle.count.numpy())})
 
-    def restore(self, count: int, sums: Sequence[np.ndarray]) -> None:
-        """Resume from a `state`, now or, if there are no sums yet, at the first batch."""
-        self._restored = count, sums
-        if self._current is not None:
-            self._take_restored(self._current)
+    def restored(self, saved: SavedStates) -> None:
+        """Resume the cycle that was saved, now or, if there are no sums yet, at the first batch."""
+        count, n_sums = saved.of(0).info["accumulated"], len(saved.of(0).series("sum"))
+        if count:
+            mode = "sum" if self.op == Sum else "mean"
+            sums = [saved.share(f"sum/{i}", mode) for i in range(n_sums)]
+            self._restored = count, sums
+            if self._current is not None:
+                self._take_restored(self._current)
 
     def _take_restored(self, cycle: _Cycle) -> None:
         assert self._restored is not None

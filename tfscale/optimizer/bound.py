@@ -17,6 +17,7 @@ from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.executor import Executor, Request
+from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import (
     set_holder,
@@ -30,7 +31,7 @@ from tfscale.internals.optimizers import (
 from tfscale.optimizer import futures
 from tfscale.optimizer.nonfinite import NonFinite
 from tfscale.optimizer.rules import on_pieces, require_keras, warn_of_sums, why_uncut, why_whole
-from tfscale.optimizer.state import KeptState, n_bytes
+from tfscale.optimizer.state import KeptState, Slots, n_bytes
 
 logger = logging.getLogger("tfscale")
 
@@ -244,6 +245,26 @@ class Bound:
             "parameters": n_bytes(shards.pieces.values()) if shards else 0,
             "residuals": sum(n_bytes(residuals.variables) for residuals in lossy),
         }
+
+    # Checkpoints
+
+    @property
+    def _states(self) -> list[Stateful]:
+        """What has a state between steps, in the order in which it is restored."""
+        slots = Slots(self.optimizer, self.kept, self.executor.shards)
+        return [slots, *(s for s in (self.average, self.executor.residuals) if s is not None)]
+
+    def saved(self, scope: Scope) -> Saved:
+        """Copy this rank's part of the optimizer's state, and what the exchange keeps."""
+        saved = Saved()
+        for state in self._states:
+            saved |= state.saved(scope)
+        return saved
+
+    def restored(self, saved: SavedStates) -> None:
+        """Restore what `saved` has copied on all ranks. Collective."""
+        for state in self._states:
+            state.restored(saved)
 
     # A step
 

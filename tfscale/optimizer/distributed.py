@@ -25,6 +25,7 @@ from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import (
+    gradient_sums,
     holder_of,
     iterations_of,
     optimizer_of,
@@ -145,7 +146,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):
         if backward_passes_per_step > 1:
             refuse_replicated(strategy.within_group())
             self._self_accumulator = Accumulator(
-                backward_passes_per_step, average_aggregated_gradients
+                backward_passes_per_step, average_aggregated_gradients, op
             )
 
     # The step
@@ -516,7 +517,7 @@ def _wrapped_like(distributed: DistributedOptimizer, inner: Any) -> DistributedO
     other = DistributedOptimizer(inner)
     other._self_bound = bound.for_another(inner)
     if sums is not None:
-        other._self_accumulator = Accumulator(sums.passes, sums.is_mean)
+        other._self_accumulator = Accumulator(sums.passes, sums.is_mean, sums.op)
     return other
 
 
@@ -560,6 +561,38 @@ def process_set_of(model: Any) -> ProcessSet:
     """Return the ranks that train the same model as this one."""
     distributed = distributed_of(optimizer_of(model))
     return global_process_set if distributed is None else distributed.bound.process_set
+
+
+def groups_of(model: keras.Model) -> list[list[int]]:
+    """Return the ranks whose models are equal, each rank in one group."""
+    size, distributed = runtime.size(), distributed_optimizers(model)
+    if size > 1 and not distributed:
+        return [[rank] for rank in range(size)]
+    if not distributed or distributed[0].bound.process_set is global_process_set:
+        groups = distributed[0].bound.groups if distributed else None
+        return [list(g) for g in groups.ranks] if groups else [list(range(size))]
+    members = list(distributed[0].bound.process_set.group().ranks)
+    return [members, *([rank] for rank in range(size) if rank not in members)]
+
+
+def broadcast_loaded(model: keras.Model, root_rank: int) -> None:
+    """Send all ranks their parts of the sharded state that one rank may have loaded. Collective."""
+    for optimizer in distributed_optimizers(model):
+        if optimizer.bound.kept is not None:
+            optimizer.bound.kept.broadcast_loaded(root_rank, optimizer.bound.process_set)
+
+
+def differing_variables(optimizer: Any) -> list[Any]:
+    """Return an optimizer's variables that differ between ranks with equal models.
+
+    These are slots of which each rank has a part (`tfscale.Sharded`), and Keras's gradient
+    accumulators if ranks exchange no gradients.
+    """
+    distributed = distributed_of(optimizer)
+    if distributed is None:
+        return gradient_sums(update_rule(optimizer))
+    kept = distributed.bound.kept
+    return kept.parts if kept else []
 
 
 def sharded_states(model: keras.Model) -> list[KeptState]:

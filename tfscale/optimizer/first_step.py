@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfscale.comm import objects
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ExchangeError
 from tfscale.internals.keras import raw_variable
 
 HINT = (
@@ -34,15 +33,12 @@ def gather(
     """
     name = "beginning of training"
     said = objects.allgather_object((own, callbacks), name=name, process_set=process_set)
-    ranks = process_set.ranks or []
-    names = {r: ", ".join(found) for r, (_, found) in zip(ranks, said, strict=True) if found}
-    without = [str(rank) for rank in ranks if rank not in names]
-    if names and without:
-        rank, first = next(iter(names.items()))
-        raise ExchangeError(
-            "All ranks must train with the same tfscale callbacks, or without. "
-            f"Received: {first} on rank {rank} and none on rank {', '.join(without)}. {HINT}"
-        )
+    names = {
+        rank: "none" if found is None else ", ".join(found)
+        for rank, (_, found) in zip(process_set.ranks or [], said, strict=True)
+    }
+    if "none" in names.values():
+        objects.require_equal_values(names, "tfscale callbacks", HINT)
     return [own for own, _ in said]
 
 
@@ -71,29 +67,27 @@ def compare(distributed: Any, variables: Sequence[Any]) -> bool:
     return True
 
 
-def digest_of(distributed: Any, variables: Sequence[Any]) -> str:
+def digest_of(distributed: Any, variables: Sequence[Any]) -> bytes:
     """Return a digest of the weights with which an optimizer begins, to be compared over ranks.
 
-    It is "trained" for all models that have trained. Local variables may differ.
+    It is the same for all models that have trained. Local variables may differ.
     """
     if int(distributed.iterations.numpy()) > 0:
-        return "trained"
+        return b"trained"
     digest = 0
     for variable in variables:
         if not distributed.is_local_var(variable):
             data = np.ascontiguousarray(variable.numpy()).view(np.uint8)
             digest = zlib.crc32(data, digest)
-    return f"{digest:08x}"
+    return digest.to_bytes(4, "big")
 
 
-def require_equal_weights(digests: dict[int, str]) -> None:
+def require_equal_weights(digests: dict[int, bytes]) -> None:
     """Raise an error unless all ranks, the keys of `digests`, begin with the same weights."""
-    first = next(iter(digests))
-    others = [str(rank) for rank, digest in digests.items() if digest != digests[first]]
-    if others:
-        raise ExchangeError(
-            "All ranks must begin with the same weights, or their models stay different. Received: "
-            f"other weights on rank {', '.join(others)} than on rank {first}. Give fit "
-            "tfscale.callbacks.Synchronize(), or call tfscale.broadcast_variables(model.variables)"
-            " before the first step; set register_local_var for variables that are to differ."
-        )
+    objects.require_equal_values(
+        digests,
+        "The first weights",
+        "Give fit tfscale.callbacks.Synchronize(), or call tfscale.broadcast_variables("
+        "model.variables) before the first step; set register_local_var for variables that are to "
+        "differ.",
+    )

@@ -1,7 +1,8 @@
 """Complete state of an optimizer whose ranks hold parts: gather, keep, load and checkpoint it.
 
-`KeptState` gathers state, keeps the result and cuts state that is loaded; `Meeting` waits for the
-ranks; `_Node` presents complete state to tf.train.Checkpoint.
+`KeptState` gathers state, keeps the result and cuts state that is loaded; `Slots` are the parts in
+checkpoints of tfscale; `Meeting` waits for the ranks; `_Node` presents complete state to
+tf.train.Checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
+from tfscale.exchange.states import Range, Saved, SavedStates, Scope, copy_of
 from tfscale.internals.keras import replace_methods, restore_methods
 from tfscale.internals.optimizers import (
     iterations_of,
@@ -33,6 +35,7 @@ from tfscale.internals.optimizers import (
 )
 
 Version = tuple[int, ...]
+_MASTER = "weight"  # begins the names of exact parts of weights
 _VALUE = "VARIABLE_VALUE"  # TensorFlow's name of the value of a variable in a checkpoint
 
 
@@ -291,6 +294,71 @@ class KeptState:
     def stop_serving(self) -> None:
         """Leave saving and loading to the optimizer, which is about to be built on other pieces."""
         restore_methods(self._rule, "save_own_variables", "load_own_variables")
+
+
+class Slots:
+    """The variables of an optimizer in checkpoints, and exact parts of weights that are rounded."""
+
+    def __init__(
+        self, optimizer: Any, kept: KeptState | None = None, shards: Shards | None = None
+    ) -> None:
+        """`kept` and `shards` are those of an optimizer that was built on pieces."""
+        self._optimizer, self._kept, self._shards = optimizer, kept, shards
+
+    def saved(self, scope: Scope) -> Saved:
+        """Copy this rank's parts, and on one rank of a group what is equal in it."""
+        whole, parts = self._slots(scope)
+        arrays = {f"optimizer/{i}": copy_of(v) for i, v in whole.items() if scope.is_leader}
+        arrays |= {f"part/{i}": copy_of(part) for i, (part, _) in parts.items()}
+        ranges: dict[str, Range | None] = {str(i): held for i, (_, held) in parts.items()}
+        for name, (piece, held) in self._masters(scope).items():
+            arrays[f"part/{name}"] = copy_of(piece).reshape(-1)
+            ranges[name] = held
+        return Saved(arrays, {}, {"ranges": ranges})
+
+    def restored(self, saved: SavedStates) -> None:
+        """Restore exact weights, all of them if they are not rounded now, and the variables."""
+        masters = self._masters(saved.scope)
+        known = {name for rank in range(saved.size) for name in saved.of(rank).entries["ranges"]}
+        for name in (name for name in known if name.startswith(_MASTER)):
+            weight = saved.scope.weights[int(name.removeprefix(_MASTER))]
+            _assign(*masters.get(name, (weight, None)), saved, name)
+        whole, parts = self._slots(saved.scope)
+        for i, variable in whole.items():
+            _assign(variable, None, saved, str(i))
+        for i, (part, held) in parts.items():
+            _assign(part, held, saved, str(i))
+        if self._kept is not None:
+            self._kept.note_load()
+
+    def _slots(self, scope: Scope) -> tuple[dict[int, Any], dict[int, tuple[Any, Range | None]]]:
+        """Return the variables that are equal in a group, and this rank's parts, both by index.
+
+        Local variables are left out. A part comes with its range of the flat variable; None for
+        all.
+        """
+        shared = self._kept.shared if self._kept else frozenset()
+        local = {id(variable) for variable in scope.local}
+        known = enumerate(self._optimizer.variables)
+        whole = {i: v for i, v in known if i not in shared and id(v) not in local}
+        return whole, self._kept.own_parts() if self._kept else {}
+
+    def _masters(self, scope: Scope) -> dict[str, tuple[Any, Range]]:
+        """Return this rank's exact parts of weights that are sent rounded, with their ranges."""
+        shards, places = self._shards, scope.places
+        if shards is None or not shards.rounds:
+            return {}
+        found = {}
+        for index, piece in shards.pieces.items():
+            variable, owned = shards.variables[index], shards.owned(index)
+            if id(variable) in places:
+                held = (owned.start, owned.stop) if owned else (0, 0)
+                found[f"{_MASTER}{places[id(variable)]}"] = piece, held
+        return found
+
+
+def _assign(variable: Any, want: Range | None, saved: SavedStates, name: str) -> None:
+    variable.assign(np.reshape(saved.slot(name, want), tuple(variable.shape)))
 
 
 class Meeting:

@@ -28,7 +28,7 @@ from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.start import init
-from tfscale.config import ConfigError, ExchangeError, replace_environment, require
+from tfscale.config import ConfigError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
@@ -477,16 +477,8 @@ def _require_equal_arguments(given: dict[str, Any], method: str) -> None:
             "the arrays or the dataset, with batch_size for all ranks together."
         )
     own = {name: _describe(value) for name, value in given.items() if name != "callbacks"}
-    every = objects.allgather_object(own, name=f"arguments of {method}")
-    for name in own:
-        found = [of_rank.get(name) for of_rank in every]
-        others = [str(rank) for rank, text in enumerate(found) if text != found[0]]
-        if others:
-            raise ExchangeError(
-                f"All ranks must call {method} with the same arguments. Received: other {name} on "
-                f"rank {', '.join(others)} than on rank 0. Read or generate the same data on "
-                "every rank; tfscale.distribute gives each its part."
-            )
+    hint = "Read or generate the same data on every rank; tfscale.distribute gives each its part."
+    objects.require_equal(own, f"Arguments of {method}", hint)
 
 
 def _describe(value: Any) -> str:
