@@ -198,8 +198,8 @@ def chunked() -> Drawing:
         'Chunked, "chunked": two messages, and a replicated dense layer',
         _on_two_ranks(compute, link),
         _middles(link),
-        "fc: inputs and output gradients (out. grad.) are gathered, and each rank computes the whole "
-        "batch's gradient.",
+        "fc: inputs and output gradients (out. grad.) are gathered, and each rank computes the "
+        "gradient of the whole batch.",
     )
 
 
