@@ -75,8 +75,9 @@ def _draw_panel(axis: plt.Axes, row: Row) -> None:
     heights = [1e3 * one.median for one in spreads]
     low = [1e3 * (one.median - one.low) for one in spreads]
     high = [1e3 * (one.high - one.median) for one in spreads]
-    bars = axis.barh([name_of(s) for s in systems], heights, color=colours)
-    axis.errorbar(heights, range(len(systems)), xerr=[low, high], fmt="none", ecolor="0.2", lw=1)
+    names = [name_of(system) for system in systems]
+    ends = {"xerr": [low, high], "error_kw": {"ecolor": "0.2", "lw": 1}}
+    bars = axis.barh(names, heights, color=colours, **ends)
     axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     for which, style in (("allreduce_bytes", ":"), ("least_bytes", "-")):
         limit = step_limit(row, which)

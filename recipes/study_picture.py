@@ -187,8 +187,16 @@ def _show(axes: Axes, values: Sequence[float]) -> None:
     outside = [f"{value:.3g}" for value in values if low < high and not low <= value <= high]
     if outside:
         text = f"outside: {', '.join(outside)}"
-        place = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
-        axes.text(1.0, 1.01, text, fontsize=8, color="0.3", **place)
+        axes.text(
+            1.0,
+            1.01,
+            text,
+            transform=axes.transAxes,
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="0.3",
+        )
 
 
 def _losses(axes: Axes, *, study: Study, rows: Sequence[study_report.Loss]) -> None:
