@@ -82,7 +82,7 @@ def count(n_ranks: int) -> dict[int, tuple[int, int]]:
     return {int(r[0]): (int(r[4]), int(r[5])) for r in rows if int(r[0]) in SIZES}
 
 
-def draw(counts: dict[int, dict[int, tuple[int, int]]], path: Path) -> None:
+def draw(counts: dict[int, dict[int, tuple[int, int]]], made: str, path: Path) -> None:
     """Write the picture: messages, bytes, and simulated times."""
     import matplotlib
 
@@ -118,10 +118,19 @@ def draw(counts: dict[int, dict[int, tuple[int, int]]], path: Path) -> None:
         axis.set_yscale("log")
         axis.set_xlabel("ranks, one per host")
         axis.grid(visible=True, alpha=0.3)
-        axis.legend(title="allreduce of")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    lines = left.get_legend_handles_labels()
+    figure.legend(*lines, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.text(0.5, 0.0, made, fontsize=8, color="0.4", ha="center", va="top")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def foot(made: dict) -> str:
+    """Return commit and machine, for the foot of the picture."""
+    machine = made["machine"]
+    commit, plus, _ = made["commit"].partition("+")
+    return f"commit {commit[:7]}{plus}; {machine['cpu']}, {machine['n_cores']} cores"
 
 
 def main() -> int:
@@ -137,9 +146,10 @@ def main() -> int:
         if sent != engine(n_bytes, n)
     ]
     print("\n".join(differ) or f"All counts on {COUNTED} ranks are those of the formulas.")
-    written = {"provenance": describe(), "sent_by_rank_0": counts}
+    made = describe()
+    written = {"provenance": made, "sent_by_rank_0": counts}
     (folder / "message-counts.json").write_text(json.dumps(written, indent=2) + "\n")
-    draw(counts, folder / "message-counts.png")
+    draw(counts, foot(made), folder / "message-counts.png")
     return 1 if differ else 0
 
 

@@ -105,7 +105,7 @@ def _shown(quartiles: tuple[float, float, float]) -> str:
     return f"{middle:.0f} ({low:.0f}..{high:.0f})"
 
 
-def draw(found: dict[Case, Measured], title: str, path: Path) -> None:
+def draw(found: dict[Case, Measured], title: str, made: str, path: Path) -> None:
     """Draw R, and below it the time of a step, over batch, k and f."""
     figure = Figure(figsize=(15.0, 6.4), layout="constrained")
     panels: Any = figure.subplots(2, len(VARIED), squeeze=False)
@@ -128,6 +128,7 @@ def draw(found: dict[Case, Measured], title: str, path: Path) -> None:
             if row == 0:
                 axes.set_title(_fixed(name), fontsize=10)
     figure.suptitle(title)
+    figure.supxlabel(made, fontsize=8, color="0.4")
     figure.savefig(path, dpi=110)
 
 
@@ -146,10 +147,11 @@ def main() -> None:
         parser.error(f"results must be of one model at one place. Received: {groups}.")
     found = measured_of(runs)
     title = f"Overlap ratio R and step time under Chunked: {groups[0]}, {runs[0]['n_ranks']} ranks"
-    draw(found, f"{title} (medians and quartiles)", options.output.with_suffix(".png"))
     made = [content["sessions"][name] for name in {run["session"] for run in runs}]
     machines = {f"{s['machine']['n_cores']} cores ({s['machine']['cpu']})" for s in made}
     commits = sorted({run["commit"][:7] for run in runs})
+    note = f"commit {', '.join(commits)}; {'; '.join(sorted(machines))}"
+    draw(found, f"{title} (medians and quartiles)", note, options.output.with_suffix(".png"))
     loads = [load for run in runs for load in run["load"]]
     text = [f"# {title}", "", f"![{title}]({options.output.name}.png)", "", lines_of(found), ""]
     text += ["Medians, with quartiles, over recorded steps: of R the mean over ranks, of the time"]

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 
 from benchmarks.gather_tables import gathers_of
 from benchmarks.kernel_times import BACKWARD, FORWARD
-from benchmarks.numbers import bus_bandwidth
+from benchmarks.numbers import bus_bandwidth, spread
 from benchmarks.rows import Row, Runs, step_limit, systems_of
 from benchmarks.step_tables import TORCH_COMPUTE, name_of
 
@@ -27,7 +27,7 @@ _PASS_ROWS = {
 }
 
 
-def draw_collectives(rows: Sequence[Row], folder: Path) -> None:
+def draw_collectives(rows: Sequence[Row], folder: Path, made: str) -> None:
     """Draw bus bandwidth over bytes, a panel per place and number of ranks."""
     groups = list(dict.fromkeys(row.group for row in rows))
     if not groups:
@@ -44,11 +44,12 @@ def draw_collectives(rows: Sequence[Row], folder: Path) -> None:
             axis.loglog(*zip(*points, strict=True), marker="o", label=system)
         axis.set(title=group, xlabel="bytes", ylabel="bus bandwidth, GB/s")
         axis.grid(True, alpha=0.3)
-        axis.legend()
-    _save(figure, folder / "benchmarks-allreduce.png")
+    lines = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*lines, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    _save(figure, folder / "benchmarks-allreduce.png", made)
 
 
-def draw_steps(rows: Sequence[Row], folder: Path) -> None:
+def draw_steps(rows: Sequence[Row], folder: Path, made: str) -> None:
     """Draw the duration of a step, a panel per model and place, the physical limits as lines."""
     if not rows:
         return
@@ -64,14 +65,19 @@ def draw_steps(rows: Sequence[Row], folder: Path) -> None:
     if labelled:  # the lines mean the same in all panels
         lines = labelled[0].get_legend_handles_labels()
         figure.legend(*lines, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.03))
-    _save(figure, folder / "benchmarks-steps.png")
+    _save(figure, folder / "benchmarks-steps.png", made)
 
 
 def _draw_panel(axis: plt.Axes, row: Row) -> None:
     systems = list(row.rounds)
     colours = [_colour_of(system) for system in systems]
-    heights = [1e3 * row.median_s(system) for system in systems]
-    bars = axis.barh([name_of(s) for s in systems], heights, color=colours)
+    spreads = [spread(row.samples(system)) for system in systems]
+    heights = [1e3 * one.median for one in spreads]
+    low = [1e3 * (one.median - one.low) for one in spreads]
+    high = [1e3 * (one.high - one.median) for one in spreads]
+    names = [name_of(system) for system in systems]
+    ends = {"xerr": [low, high], "error_kw": {"ecolor": "0.2", "lw": 1}}
+    bars = axis.barh(names, heights, color=colours, **ends)
     axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
     for which, style in (("allreduce_bytes", ":"), ("least_bytes", "-")):
         limit = step_limit(row, which)
@@ -93,7 +99,7 @@ def _colour_of(system: str) -> str:
     return _COLOURS.get(system, "tab:green")
 
 
-def draw_gathers(runs: Runs, folder: Path) -> None:
+def draw_gathers(runs: Runs, folder: Path, made: str) -> None:
     """Draw the last run's last step of rank 0: when gathers and kernels ran."""
     found = gathers_of(runs)
     if not found:
@@ -106,10 +112,11 @@ def draw_gathers(runs: Runs, folder: Path) -> None:
     axis.set_yticks(range(len(_PASS_ROWS)), [*reversed(_PASS_ROWS.values())])
     axis.set_xlabel("ms since the first gather of a step was sent")
     axis.set_title(f"{last['group']}, rank 0 of {last['n_ranks']}", fontsize=10)
-    _save(figure, folder / "benchmarks-gathers.png")
+    _save(figure, folder / "benchmarks-gathers.png", made)
 
 
-def _save(figure: plt.Figure, path: Path) -> None:
+def _save(figure: plt.Figure, path: Path, made: str) -> None:
     figure.tight_layout()
+    figure.text(0.5, 0.0, made, fontsize=7, color="0.4", ha="center", va="top")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)

@@ -121,6 +121,17 @@ def report(content: dict[str, Any], title: str) -> str:
     return "\n".join(parts)
 
 
+def made_by(content: dict[str, Any], suite: str) -> str:
+    """Return commits and machines of a suite's runs, for the foot of a picture."""
+    runs = [run for run in content["runs"] if run["suite"] == suite]
+    machines = {
+        f"{machine['cpu']}, {machine['n_cores']} cores"
+        for machine in (content["sessions"][run["session"]]["machine"] for run in runs)
+    }
+    commits = sorted({run["commit"][:7] for run in runs})
+    return f"commit {', '.join(commits)}; {'; '.join(sorted(machines))}"
+
+
 def main() -> None:
     """Write `benchmarks.md` and its pictures; what stands above the mark in it is kept."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
@@ -135,9 +146,11 @@ def main() -> None:
     path.write_text(page)
     from benchmarks.pictures import draw_collectives, draw_gathers, draw_steps
 
-    draw_collectives(collect(content["runs"], "collectives"), options.output)
-    draw_steps(collect(content["runs"], "step"), options.output)
-    draw_gathers(content["runs"], options.output)
+    made = {suite: made_by(content, suite) for suite in ("collectives", "step", "gathers")}
+    runs = content["runs"]
+    draw_collectives(collect(runs, "collectives"), options.output, made["collectives"])
+    draw_steps(collect(runs, "step"), options.output, f"{made['step']}; bars: quartiles")
+    draw_gathers(runs, options.output, made["gathers"])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _OF_UPDATES = {
     "distance": "||w_0 - w||",
     "gradient_norm": "||g||, mean gradient of a batch",
 }
+_OF_MAKING = ("commit", "machine")
 _LIMITS = ("limit of the mean", "limit of the upper bound")
 Draw = Callable[[Axes], None]
 
@@ -55,6 +56,9 @@ def figure(study: Study, outcomes: Sequence[Outcome]) -> Figure:
     seeds = " to ".join(map(str, {counts[0]: 0, counts[-1]: 0}))
     band = "" if counts[-1] == 1 else "; bands from the lowest to the highest"
     result.suptitle(f"{study.title} ({seeds} seed{'s' * (counts[-1] > 1)}{band})")
+    made = [part for outcome in outcomes for part in outcome.made]
+    commits, machines = (sorted({part[k] for part in made if k in part}) for k in _OF_MAKING)
+    result.supxlabel(f"commit {', '.join(commits)}; {'; '.join(machines)}", fontsize=8, color="0.4")
     return result
 
 
@@ -112,7 +116,7 @@ def _curves(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> N
         axes.set_ylim(*_range(late))
     axes.set(xlabel="Epoch", ylabel=_SHOWN.get(name, name))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, framealpha=0.6, ncols=1 + (len(own) > 6))
+    _legend(axes)
 
 
 def _staircase(axes: Axes, *, own: Mapping[str, Sequence[Outcome]]) -> None:
@@ -130,7 +134,7 @@ def _staircase(axes: Axes, *, own: Mapping[str, Sequence[Outcome]]) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="Epoch", ylabel=f"{_SHOWN['batch_size']}, each seed")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, framealpha=0.6, ncols=1 + (len(own) > 6))
+    _legend(axes)
 
 
 def _by_update(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -> None:
@@ -149,7 +153,7 @@ def _by_update(axes: Axes, *, name: str, own: Mapping[str, Sequence[Outcome]]) -
     axes.set_xscale("log")
     axes.set(xlabel="Update", ylabel=_OF_UPDATES[name])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, framealpha=0.6, ncols=1 + (len(own) > 6))
+    _legend(axes)
 
 
 def _last(axes: Axes, *, metric: str, own: Mapping[str, Sequence[Outcome]]) -> None:
@@ -183,7 +187,16 @@ def _show(axes: Axes, values: Sequence[float]) -> None:
     outside = [f"{value:.3g}" for value in values if low < high and not low <= value <= high]
     if outside:
         text = f"outside: {', '.join(outside)}"
-        axes.text(0.02, 0.02, text, transform=axes.transAxes, fontsize=8, color="0.3")
+        axes.text(
+            1.0,
+            1.01,
+            text,
+            transform=axes.transAxes,
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="0.3",
+        )
 
 
 def _losses(axes: Axes, *, study: Study, rows: Sequence[study_report.Loss]) -> None:
@@ -198,7 +211,7 @@ def _losses(axes: Axes, *, study: Study, rows: Sequence[study_report.Loss]) -> N
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     _show(axes, [*(p for row in rows for p in row.points), *(study.may_lose or ())])
-    axes.legend(fontsize=7, framealpha=0.6)
+    _legend(axes)
     base = next(iter(study.configurations))
     axes.set_xlabel(f"Points of {study.metric} lost against {base}: seeds, mean, 95 % upper bound")
 
@@ -228,7 +241,7 @@ def _against(
     axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
     axes.set(xlabel=study.x_label, ylabel=title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _speedups(axes: Axes, *, study: Study, outcomes: Sequence[Outcome]) -> None:
@@ -264,4 +277,11 @@ def _names(axes: Axes, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.legend(fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Draw the legend above the axes, where it hides no curve."""
+    count = len(axes.get_legend_handles_labels()[1])
+    columns = 2 if count <= 6 else 3
+    axes.legend(fontsize=7, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)

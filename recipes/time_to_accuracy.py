@@ -225,13 +225,15 @@ def _rows(results: Mapping[str, Any], benchmarks: Mapping[str, Any]) -> list[Row
     return rows
 
 
-def _draw(rows: Sequence[Row], results: Mapping[str, Any], title: str, path: Path) -> None:
+def _draw(
+    rows: Sequence[Row], results: Mapping[str, Any], title: str, made: Sequence[str], path: Path
+) -> None:
     """Draw the metric over minutes: a panel per place, the mean over seeds and their band."""
     places = list(dict.fromkeys(row.place for row in rows))
     columns = min(len(places), 2)
-    lines = -(-len(places) // columns)
-    figure = Figure(figsize=(6.0 * columns, 4.6 * lines), layout="constrained")
-    every: list[Any] = [*figure.subplots(lines, columns, squeeze=False, sharey=True).ravel()]
+    n_lines = -(-len(places) // columns)
+    figure = Figure(figsize=(6.0 * columns, 4.6 * n_lines + 0.8), layout="constrained")
+    every: list[Any] = [*figure.subplots(n_lines, columns, squeeze=False, sharey=True).ravel()]
     names = list(dict.fromkeys(row.configuration for row in rows))
     systems = list(dict.fromkeys(row.system for row in rows))
     targets, top, n_seeds = [float(target) for target in FLAGS.targets], 0.0, 0
@@ -261,8 +263,12 @@ def _draw(rows: Sequence[Row], results: Mapping[str, Any], title: str, path: Pat
         axes.set_ylim(min(targets) - 0.05, max(top, *targets) + 0.005)
         axes.grid(alpha=0.3)
     every[0].set_ylabel(results["metric"])
-    every[0].legend(fontsize=8, loc="lower right")
-    figure.suptitle(f"{title}\n({n_seeds} seeds; bands from the lowest to the highest)")
+    lines = every[0].get_legend_handles_labels()
+    figure.legend(*lines, fontsize=8, ncols=2, loc="outside lower center", frameon=False)
+    notes = "\n".join(line.strip("* ").replace("`", "") for line in made)
+    figure.suptitle(
+        f"{title}\n({n_seeds} seeds; bands from the lowest to the highest)\n{notes}", fontsize=10
+    )
     figure.savefig(path, dpi=110)
 
 
@@ -302,12 +308,13 @@ def main(arguments: list[str]) -> None:
     ]
     text += ["their trajectories, so that their times differ as their steps do.", ""]
     text += [FLAGS.note, ""] if FLAGS.note else []
-    text += ["Made by `recipes/time_to_accuracy.py` from:", "", *_made(results, benchmarks, rows)]
+    made = _made(results, benchmarks, rows)
+    text += ["Made by `recipes/time_to_accuracy.py` from:", "", *made]
     where.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
     content = {"study": results["study"], "metric": results["metric"], "note": FLAGS.note}
     content |= {"arguments": sys.argv[1:], "rows": [asdict(row) for row in rows]}
     where.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _draw(rows, results, FLAGS.title, where.with_suffix(".png"))
+    _draw(rows, results, FLAGS.title, made, where.with_suffix(".png"))
     print("\n".join(text))
 
 

@@ -20,6 +20,7 @@ PAGES = (
     "*.md",
     "docs/*.md",
     "docs/*.png",
+    "docs/*.svg",
     "docs/*.json",
     "docs/containers/*",
     "recipes/README.md",

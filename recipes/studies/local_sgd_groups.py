@@ -23,7 +23,8 @@ decays to a tenth after {_decay} and again after {_epochs - 1} epochs. "In step"
 as large a batch are summed in every step. "Groups of 2": two ranks a group, which share its batch.
 "Averages overlap": training continues for 2 steps while an average is computed. The network has no
 batch normalization, so exact exchanges follow one trajectory on any number of ranks.
-"AdaptiveBatchSize" doubles batch and rate after the first and the second epoch, to 512. D is [L]
+"AdaptiveBatchSize" doubles batch and rate after the first and the second epoch, to 512 (K = 1 is
+given: theta decides nothing). D is [L]
 eq. 9, the mean of the last averages of epochs {_warmup + 1} to {_decay}. Published for ResNet-20 on
 CIFAR-10, best of the last epochs: 91.91 % with one group, 91.61 with 2, 91.58 with 4.
 """

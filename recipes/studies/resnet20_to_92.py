@@ -9,7 +9,8 @@ SHOWS = f"""
 ResNet-20 learns {_images} pictures for {_epochs} epochs on two ranks, to be joined with step
 times by `time_to_accuracy.py`: minutes to 90 % and 92 %. Batches of 128 in step, local SGD with
 batches of 128 in each of two groups and an average every 8 steps, and `AdaptiveBatchSize`, whose
-batch doubles to 256 after the second epoch; at later ends of its interval the rate decays instead.
+batch doubles to 256 after the second epoch (K = 2 is given: theta decides nothing); at later ends
+of its interval the rate decays instead.
 The rate of the batch of 128, 0.1, is multiplied by the number of groups, with a warm-up of one
 epoch, and decays to a tenth after {_decays[0]} and again after {_decays[1]} epochs. [T] and [L]
 train for 140 epochs and more.

@@ -10,7 +10,8 @@ A VGG of 0.7 million parameters with dropout learns all {_images} pictures for {
 be joined with step times by `time_to_accuracy.py`: minutes to 90 % and 92 %. Batches of 128 in
 step (any number of ranks follows this trajectory: there is no batch normalization), local SGD with
 batches of 128 in each group and an average every 8 steps, and `AdaptiveBatchSize`, whose batch
-doubles after the second and the fourth epoch, to 512. The rate of the batch of 128, 0.01, is
+doubles after the second and the fourth epoch, to 512 (K = 2 is given: theta decides nothing). The
+rate of the batch of 128, 0.01, is
 multiplied by the number of groups, with two epochs of warm-up, and decays to a tenth after
 {_decays[0]} and again after {_decays[1]} epochs.
 """

@@ -66,5 +66,5 @@ def test_each_number_is_drawn_with_the_others_at_the_centre(tmp_path):
     lines = overlap_tables.lines_of(found).strip().splitlines()
     assert len(lines) == 2 + sum(map(len, VARIED.values()))
     assert f"| **k = {VARIED['first_chunk'][0]}** | batch = 32, f = 2 |" in "\n".join(lines)
-    overlap_tables.draw(found, "title", tmp_path / "picture.png")
+    overlap_tables.draw(found, "title", "commit 0; a machine", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
