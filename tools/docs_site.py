@@ -50,6 +50,7 @@ TITLES = {
     "exchange": "Exchanges",
     "fit": "Training with fit",
     "local_sgd": "Local SGD",
+    "measure": "Training loops with auto",
     "keras": "Horovod's names",
     "optimizer": "Optimizers and tapes",
     "testing": "Tests of training code",

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = (
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "docs/**/*.md", "tfscale/**/*.py"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "docs/**/*.md"),
+    "tfscale/**/*.py",
     *("custom_ops/**/*.cc", "custom_ops/**/*.h", "recipes/**/*.py", "recipes/**/*.md"),
     *("tools/**/*.py", "benchmarks/**/*.py", "tests/**/*.py"),
 )
