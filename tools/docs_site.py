@@ -2,11 +2,14 @@
 
 The pages of the API reference follow the tables in `tfscale/__init__.py`, and `__all__` of the
 modules that users import by name. Sources are parsed and never imported: TensorFlow is not needed.
+The words of each section of the navigation are printed; too many are a warning, and so an error.
 """
 
 from __future__ import annotations
 
 import ast
+import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,17 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+log = logging.getLogger("mkdocs.hooks.docs_site")
 
 ROOT = Path(__file__).resolve().parents[1]
+# Not README.md: docs/site/index.md is the site's entrance.
 PAGES = (
-    "*.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "docs/*.md",
+    "docs/results/*.md",
     "docs/*.png",
     "docs/*.svg",
     "docs/*.json",
@@ -28,6 +37,10 @@ PAGES = (
     "recipes/results/**/*.png",
     "recipes/results/**/*.json",
 )
+NAMES = "docs/names.md"
+# Sections that users read, README.md included. Reference and results are looked up.
+READ = ("Start", "Guides", "Background")
+MOST_WORDS = 25_000
 TITLES = {
     "callbacks": "Callbacks",
     "checkpoints": "Checkpoints",
@@ -37,6 +50,7 @@ TITLES = {
     "exchange": "Exchanges",
     "fit": "Training with fit",
     "local_sgd": "Local SGD",
+    "measure": "Training loops with auto",
     "keras": "Horovod's names",
     "optimizer": "Optimizers and tapes",
     "testing": "Tests of training code",
@@ -45,12 +59,22 @@ TITLES = {
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the API reference at the end of the section Reference."""
-    api = [{"All names": "api/index.md"}]
-    api += [{TITLES.get(room, room): f"api/{room}.md"} for room in rooms()]
+    """Begin the section Reference with the public names and the API; print words per section."""
+    words = count_words(config.nav or ())
+    n_read = sum(words.get(section, 0) for section in READ)
+    log.info("Words: %s", ", ".join(f"{section} {count}" for section, count in words.items()))
+    log.info("Words of %s together: %d of %d", ", ".join(READ), n_read, MOST_WORDS)
+    if n_read > MOST_WORDS:
+        log.warning("These pages must have at most %d words. Received: %d.", MOST_WORDS, n_read)
+    api = [{TITLES.get(room, room): f"api/{room}.md"} for room in rooms()]
     (section,) = [part["Reference"] for part in config.nav or () if "Reference" in part]
-    section.append({"API": api})
+    section.insert(0, {"Public names": [NAMES, *api]})
     return config
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Link each name on the page of public names to its description."""
+    return link_names(markdown) if page.file.src_uri == NAMES else markdown
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -58,7 +82,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted({path for pattern in PAGES for path in ROOT.glob(pattern)}):
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
-    files.append(File.generated(config, "api/index.md", content=index()))
     for room, names in rooms().items():
         files.append(File.generated(config, f"api/{room}.md", content=page(room, names)))
     return files
@@ -97,12 +120,36 @@ def page(room: str, names: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def index() -> str:
-    """Return a page of all public names."""
-    lines = ["# Public names", "", "What each is for: [Names](../docs/names.md).", ""]
-    for room, names in rooms().items():
-        lines += [f"## {TITLES.get(room, room)}", "", *(f"- {link(name)}" for name in names), ""]
+def link_names(text: str) -> str:
+    """Return the page of public names with links; the head of a table names its module."""
+    known = {name for names in rooms().values() for name in names}
+    prefix, lines = "", []
+    for line in text.splitlines():
+        head = re.match(r"\| `(tfscale\.[\w.]*)` \|", line)
+        prefix = head[1] if head else prefix
+        row = re.match(r"\| `(\w+)` (\|.*)", line)
+        is_known = row is not None and prefix + row[1] in known
+        lines.append(f"| [`{row[1]}`][{prefix}{row[1]}] {row[2]}" if row and is_known else line)
     return "\n".join(lines)
+
+
+def count_words(nav: Iterable[Any]) -> dict[str, int]:
+    """Return the number of words of the pages of each section; README.md counts as Start."""
+    words = {}
+    for part in nav:
+        for section, entries in part.items():
+            pages = [page for entry in entries for page in entry.values()]
+            paths = [find_page(page) for page in pages]
+            if section == READ[0]:
+                paths.append(ROOT / "README.md")
+            words[section] = sum(len(path.read_text().split()) for path in paths if path.exists())
+    return words
+
+
+def find_page(page: str) -> Path:
+    """Return the file of a page of the navigation."""
+    path = ROOT / page
+    return path if path.exists() else ROOT / "docs" / "site" / page
 
 
 def link(name: str) -> str:

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = (
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "docs/*.md", "tfscale/**/*.py"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "docs/**/*.md"),
+    "tfscale/**/*.py",
     *("custom_ops/**/*.cc", "custom_ops/**/*.h", "recipes/**/*.py", "recipes/**/*.md"),
     *("tools/**/*.py", "benchmarks/**/*.py", "tests/**/*.py"),
 )
@@ -58,6 +59,54 @@ def test_words_of_the_field(words, folder):
                 for match in re.finditer(rf"\b_?{word}\b", line, re.IGNORECASE)
             ]
     assert not found, "\n".join(found)
+
+
+# Pages that users read from top to bottom; tables and code are no sentences.
+READ = ("Start", "Guides")
+MOST_WORDS = 35
+
+
+def pages_of(section):
+    """Return the files of a section of the site's navigation."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\nnot_in_nav:")[0]
+    (part,) = re.findall(rf"^  - {section}:.*\n((?:      - .*\n?)+)", nav, re.MULTILINE)
+    names = re.findall(r": (\S+\.md)$", part, re.MULTILINE)
+    return [ROOT / (name if "/" in name else f"docs/site/{name}") for name in names]
+
+
+def sentences(text):
+    """Yield the sentences of a page in Markdown, with a word for each piece of code."""
+    text = re.sub(r"^( *)```.*?^\1```$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(\||#|!\[|<|    ).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "CODE", re.sub(r"\]\([^)]*\)", "]", text))
+    for paragraph in re.split(r"\n\s*\n|\n\s*(?:[*-]|\d+\.) ", text):
+        yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z\[*(])", " ".join(paragraph.split()))
+
+
+@pytest.mark.parametrize("section", READ)
+def test_sentences_of_guides_are_short(section):
+    found = [
+        f"{page.name}: {len(sentence.split())} words: {sentence}"
+        for page in [ROOT / "README.md", *pages_of(section)]
+        for sentence in sentences(page.read_text(encoding="utf-8"))
+        if len(sentence.split()) > MOST_WORDS
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("section", [*READ, "Reference", "Background"])
+def test_links_have_titles(section):
+    """A reader learns from the text of a link where it leads; a file's name does not tell."""
+    found = [
+        f"{page.name}: {text}"
+        for page in [ROOT / "README.md", *pages_of(section)]
+        for text in re.findall(r"\[([^\]]+\.md)\]\(", page.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_readme_fits_on_two_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 @pytest.mark.parametrize("folder", ["tfscale", "recipes", "tools", "benchmarks"])

@@ -117,6 +117,7 @@ WHERE = {
     "mpiexec -n 4 python train.py": "test_readme.py::test_the_example_runs_by_its_commands",
     "make train": "test_readme.py::test_make_train_trains",
     "make test": "../../.ci/run::make test",
+    "make docs": "../../.ci/run::make docs",
 }
 
 

@@ -214,7 +214,7 @@ def _require_flags(command):
 def test_results_are_quoted_with_what_makes_them_weak():
     """Runs of uncommitted files and single seeds are named below the table, and where quoted."""
     index = (RECIPES / "README.md").read_text().splitlines()
-    documents = [path.read_text() for path in sorted(RECIPES.parent.glob("docs/*.md"))]
+    documents = [path.read_text() for path in sorted(RECIPES.parent.glob("docs/**/*.md"))]
     for path in RECIPES.glob("results/*.json"):
         content = json.loads(path.read_text())
         if "runs" not in content or "study" not in content:

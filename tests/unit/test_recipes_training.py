@@ -116,7 +116,7 @@ def chunks_of_vgg_a(strategy):
 
 def test_documented_commands_form_the_chunks_that_they_promise():
     root = RECIPES.parent
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("recipes/**/*.[mp][dy]")]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("recipes/**/*.[mp][dy]")]
     found = {text for page in pages for text in re.findall(r"chunked:[\w=,]+", page.read_text())}
     cut = [training.parse_exchange(text) for text in found if "first_chunk" in text]
     assert cut

@@ -458,7 +458,7 @@ def _code(text):
 
 @pytest.mark.parametrize(
     "page",
-    [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("*.md"))],
+    [*(ROOT / name for name in PAGES), *sorted((ROOT / "docs").glob("**/*.md"))],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_commands_of_documents_are_there(page):
