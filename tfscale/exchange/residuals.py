@@ -198,7 +198,9 @@ class Residuals:
 
     def saved(self, scope: Scope) -> Saved:
         """Copy this rank's residuals of the weights in the scope."""
-        places, arrays, entries = scope.places, {}, {}
+        places = scope.places
+        arrays: dict[str, np.ndarray] = {}
+        entries: dict[str, Any] = {}
         for residual in self.all:
             if id(residual.parameter) in places:
                 name = str(places[id(residual.parameter)])

@@ -69,25 +69,37 @@ class Scope:
 
 
 class SavedStates(Protocol):
-    """What all ranks of an earlier job have saved of one state.
+    """What all ranks of an earlier job have saved of one state."""
 
-    Attributes:
-        scope: The model of now.
-        is_exact: Whether ranks and groups are the same as before: each takes its own. Otherwise
-            states are joined and shared out again.
-        is_same_host: Whether this rank also has the same place among the ranks of its host.
-        is_end: Whether it was saved at the end of training.
-        size: The number of ranks that have saved.
-        groups: The ranks whose values are read, with equal models in each group: this rank's group,
-            or all groups, to be averaged.
-    """
+    @property
+    def scope(self) -> Scope:
+        """The model of now."""
 
-    scope: Scope
-    is_exact: bool
-    is_same_host: bool
-    is_end: bool
-    size: int
-    groups: Sequence[Sequence[int]]
+    @property
+    def is_exact(self) -> bool:
+        """Whether ranks and groups are the same as before: each takes its own.
+
+        Otherwise states are joined and shared out again.
+        """
+
+    @property
+    def is_same_host(self) -> bool:
+        """Whether this rank also has the same place among the ranks of its host."""
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it was saved at the end of training."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that have saved."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """The ranks whose values are read, with equal models in each group.
+
+        This rank's group, or all groups, to be averaged.
+        """
 
     def of(self, rank: int) -> Saved:
         """Return what a rank has saved; arrays are read on access."""

@@ -56,7 +56,7 @@ def compare(distributed: Any, variables: Sequence[Any]) -> bool:
     with tf.init_scope():
         if not all(bool(raw_variable(v).is_initialized()) for v in variables):
             return False
-        own = {"weights": digest_of(distributed, variables)}
+        own: dict[str, Any] = {"weights": digest_of(distributed, variables)}
         own["shapes"] = str([tuple(v.shape) for v in variables])
         every = gather(own, None, bound.process_set)
     # Where shapes differ, the comparison of plans names the first parameter.

@@ -322,7 +322,8 @@ class Slots:
         known = {name for rank in range(saved.size) for name in saved.of(rank).entries["ranges"]}
         for name in (name for name in known if name.startswith(_MASTER)):
             weight = saved.scope.weights[int(name.removeprefix(_MASTER))]
-            _assign(*masters.get(name, (weight, None)), saved, name)
+            variable, held = masters.get(name, (weight, None))
+            _assign(variable, held, saved, name)
         whole, parts = self._slots(saved.scope)
         for i, variable in whole.items():
             _assign(variable, None, saved, str(i))
