@@ -1,5 +1,6 @@
 """`python -m tfscale.transparent`: a program sees what it sees when `python` runs it."""
 
+import re
 import subprocess
 import sys
 
@@ -80,18 +81,23 @@ def test_what_is_missing_is_named(folder):
         assert code == 2 and text in errors[-1]
 
 
-@pytest.mark.timeout(180)
-def test_a_job_prints_once_and_closes_with_its_communication(tmp_path):
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("report", ["", "tfscale.callbacks.CommunicationReport('report')"])
+def test_a_job_prints_once_and_closes_with_its_communication(tmp_path, report):
+    """Also beside a callback that takes the events of the steps."""
     command = write_script(
         tmp_path / "train.py",
-        "import sys, keras, numpy as np\n"
+        "import sys, keras, tfscale, numpy as np\n"
+        f"callbacks = [{report}]\n"
         "x = np.random.normal(size=(64, 4))\n"
         "model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])\n"
         "model.compile('adam', 'mse')\n"
-        "print('first', model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0).epoch)\n",
+        "fit = model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0, callbacks=callbacks)\n"
+        "print('first', fit.epoch)\n",
     )
-    result = run_in_folder(job_words(["--distribute", "-np", "2"], command), tmp_path, 170)
+    result = run_in_folder(job_words(["--distribute", "-np", "2"], command), tmp_path, 350)
     assert result.exit_code == 0 and result.output.splitlines() == ["first [0, 1]"], result
     *_, waiting, advice = result.errors.splitlines()
-    assert "% of the last steps was waiting for communication" in waiting
+    assert re.search(r"\d+ % of the last steps was waiting for communication", waiting)
+    assert re.search(r"a step exchanges 0\.\d*[1-9]\d* MB", waiting)
     assert advice.startswith("tfscale: what to try next: ")

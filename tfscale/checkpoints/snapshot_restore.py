@@ -212,7 +212,7 @@ class _Numbered(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True)
 class StatesOf:
-    """What all ranks have saved of one state; see `exchange.states.SavedStates`."""
+    """The copies of one state that all ranks have saved; see `exchange.states.SavedStates`."""
 
     reader: Reader
     number: int | None  # of one of several
@@ -261,7 +261,7 @@ class StatesOf:
 
     @cached_property
     def own(self) -> Saved:
-        """What this rank has saved, or one in its place if there were fewer ranks."""
+        """The copy of this rank, or of one in its place if there were fewer ranks."""
         return self.of(self._source)
 
     def share(self, name: str, mode: str) -> np.ndarray:

@@ -24,10 +24,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Listener:
-    """Receives the events of this job from its creation on, for as long as it is kept."""
+    """Receives the events of this job from its creation on, for as long as it is kept.
 
-    def __init__(self) -> None:
+    Others may drain events in the meantime: each listener receives all of them. With `limit` it
+    forgets old events, and keeps at least as many of the newest.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
         self._parts: list[np.ndarray] = []
+        self._limit = limit
         if not has_events():
             raise ExchangeError(
                 "Collectives are timed by tfscale's engine. Received: the backend "
@@ -53,6 +58,10 @@ class Listener:
     def add(self, events: np.ndarray) -> None:
         """Append an array of events, for the next `take`."""
         self._parts.append(events)
+        if self._limit is not None:
+            surplus = sum(map(len, self._parts)) - self._limit
+            while surplus >= len(self._parts[0]):
+                surplus -= len(self._parts.pop(0))
 
 
 def has_events() -> bool:

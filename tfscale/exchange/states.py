@@ -18,7 +18,7 @@ Range = tuple[int, int]  # of the elements of a flat variable
 
 @dataclass(frozen=True)
 class Saved:
-    """What one rank saves of a state.
+    """The copy of a state that one rank saves.
 
     Attributes:
         arrays: Arrays with memory of their own, by a word and a number or name: "sum/0".
@@ -50,7 +50,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Scope:
-    """What a state is told of the model that it belongs to.
+    """The model that a state belongs to.
 
     Attributes:
         weights: The weights that are equal on ranks with equal models.
@@ -69,7 +69,7 @@ class Scope:
 
 
 class SavedStates(Protocol):
-    """What all ranks of an earlier job have saved of one state."""
+    """The copies of one state that all ranks of an earlier job have saved."""
 
     @property
     def scope(self) -> Scope:
@@ -106,7 +106,7 @@ class SavedStates(Protocol):
 
     @property
     def own(self) -> Saved:
-        """What this rank has saved, or one in its place if there were fewer ranks."""
+        """The copy of this rank, or of one in its place if there were fewer ranks."""
 
     def share(self, name: str, mode: str) -> np.ndarray:
         """Return this rank's own array, or its share of all; shares reduce to the saved total.

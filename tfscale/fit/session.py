@@ -19,6 +19,7 @@ from tfscale.measure import analysis
 from tfscale.optimizer.distributed import distributed_of
 
 _STEPS_KEPT = 32
+_EVENTS_KEPT = 1 << 16  # of these steps
 
 
 class FitSession(Progress):
@@ -33,6 +34,7 @@ class FitSession(Progress):
         # The last calls of the train function, for `tfscale run`; the first one traces.
         self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
         self._n_calls = self._begin_ns = 0
+        self._listener: events.Listener | None = None
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -67,6 +69,9 @@ class FitSession(Progress):
     def note_step(self) -> None:
         """Keep the times of a call of the train function that ends now."""
         self._n_calls += 1
+        if self._n_calls == 1 and process.file_path() and events.has_events():
+            # Not what is left at the end: a `CommunicationReport` takes events, too.
+            self._listener = events.Listener(_EVENTS_KEPT)
         if self._n_calls > 1 and process.file_path():
             times = (self._begin_ns, events.clock_ns())
             window = analysis.Window(self._n_calls, self.model.steps_per_execution, *times)
@@ -75,17 +80,16 @@ class FitSession(Progress):
     def end_training(self) -> None:
         """As for `Progress`; give `tfscale run` the numbers of its closing lines."""
         super().end_training()
-        windows = list(self._windows)
+        windows, listener = list(self._windows), self._listener
         self._windows.clear()
-        if windows:
+        self._listener = None
+        if windows and listener is not None:
             with contextlib.suppress(Exception):  # a job must not fail because of its report
-                self._report(windows)
+                self._report(windows, listener)
 
-    def _report(self, windows: list[analysis.Window]) -> None:
+    def _report(self, windows: list[analysis.Window], listener: events.Listener) -> None:
         backend: Any = runtime.backend()
-        if not backend.records_events:
-            return
-        found = analysis.events_within(events.drain(), windows)
+        found = analysis.events_within(listener.take(), windows)
         before: dict[analysis.Key, frozenset[analysis.Key]] = {}
         for plan in {int(event["plan"]) for event in found} - {analysis.EAGER}:
             graph = backend.graph_of(plan)

@@ -205,7 +205,7 @@ def describe_training(reports: Sequence[Report]) -> str:
     return (
         f"tfscale: {100 * waiting:.0f} % of the last steps was waiting for communication; a step "
         f"exchanges {shown} MB.\n"
-        f"tfscale: what to try next: {advice} (docs/exchanges.md, `tfscale tune`).\n"
+        f"tfscale: what to try next: {advice} (docs/which-exchange.md, `tfscale tune`).\n"
     )
 
 

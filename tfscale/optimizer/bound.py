@@ -250,7 +250,7 @@ class Bound:
 
     @property
     def _states(self) -> list[Stateful]:
-        """What has a state between steps, in the order in which it is restored."""
+        """The parts that have a state between steps, in the order in which they are restored."""
         slots = Slots(self.optimizer, self.kept, self.executor.shards)
         return [slots, *(s for s in (self.average, self.executor.residuals) if s is not None)]
 
