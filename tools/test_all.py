@@ -62,7 +62,7 @@ UNITS = (
     Unit("C++, thread sanitizer", 3.5, ("--variants", "thread"), is_cpp=True),
     Unit(
         "unit",
-        7.0,
+        9.0,
         (
             "tests/unit",
             *("-n", "2", "--dist", "loadfile"),
