@@ -285,8 +285,8 @@ def case_different_data_are_named_before_training():
         before = [v.numpy() for v in model.variables]
         epochs = 1 + tfscale.rank() % 2
         for action, *texts in (
-            (lambda: model.fit(own, TARGETS, verbose=0), "Arguments of fit", "and x=(8, 5)"),
-            (lambda: model.predict(own, verbose=0), "Arguments of predict", "and x=(8, 5)"),
+            (lambda: model.fit(own, TARGETS, verbose=0), "Arguments of fit", "and x=(37, 5)"),
+            (lambda: model.predict(own, verbose=0), "Arguments of predict", "and x=(37, 5)"),
             (lambda: model.fit(ROWS, TARGETS, epochs=epochs), "and epochs=2 on rank 1"),
         ):
             require_error(action, *texts)
