@@ -103,7 +103,7 @@ def case_shares_of_validation_data_are_refused():
         "all ranks. Received: other values on rank 1 than on rank 0. ",
     )
     seed = tfscale.rank()
-    require_refused(batches(seed=seed), "same global batches. Received: validation_data of fit")
+    require_refused(batches(seed=seed), "Global batches of validation_data of fit must be")
 
 
 @sizes(2, 3)
@@ -149,7 +149,7 @@ def case_another_order_of_records_is_refused():
             decode=lambda name: (tf.ones(4), tf.ones(1)),
         )
 
-    require_refused(None, "all samples in the same order. Received: other", train=batch_of(order))
+    require_refused(None, "their order, must be the same on all ranks. Received: other", train=batch_of(order))
     fit(None, train=batch_of(names))
     tf.random.set_seed(1 + tfscale.rank())
     drawn = tf.data.Dataset.range(8).map(lambda i: tf.random.normal((4,)))
