@@ -149,7 +149,9 @@ def case_another_order_of_records_is_refused():
             decode=lambda name: (tf.ones(4), tf.ones(1)),
         )
 
-    require_refused(None, "their order, must be the same on all ranks. Received: other", train=batch_of(order))
+    require_refused(
+        None, "their order, must be the same on all ranks. Received: other", train=batch_of(order)
+    )
     fit(None, train=batch_of(names))
     tf.random.set_seed(1 + tfscale.rank())
     drawn = tf.data.Dataset.range(8).map(lambda i: tf.random.normal((4,)))
