@@ -27,7 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL_PYTHON = ROOT / "build" / "wheel-venv" / "bin" / "python"
 # What tests read; sources of the library are not among them, so that the wheel is what is tested.
-COPIED = ("tests", "recipes", "tools", "docs", "README.md", "Makefile", "pyproject.toml")
+COPIED = (
+    *("tests", "recipes", "tools", "docs"),
+    *("README.md", "Makefile", "mkdocs.yml", "pyproject.toml"),
+)
 # They read the sources, and are part of `make check`.
 OF_SOURCES = ("test_structure", "test_house", "test_error_texts", "test_packaging", "test_prose")
 # A unit may take longer than expected by this factor.
