@@ -50,7 +50,7 @@ def with_error(values: Sequence[float], digits: int = 2) -> str:
 
 
 def lost(study: str, base: str, other: str) -> str:
-    """Return what `other` loses against `base`, paired by seed, in points or dB."""
+    """Return the losses of `other` against `base`, paired by seed, in points or dB."""
     rows, metric = last_epochs(study), metric_of(study)
     unit = 1 if metric == "val_psnr" else 100
     pairs = [

@@ -410,7 +410,7 @@ KEEPERS = {
 
 
 def test_checkpoints_know_no_state_by_name():
-    """What has a state answers `saved` and `restored`; a snapshot is a loop over them."""
+    """Objects with a state have `saved` and `restored`; a snapshot is a loop over them."""
     for path in sorted((ROOT / "tfscale" / "checkpoints").glob("*.py")):
         nodes = list(ast.walk(parse(path)))
         used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}

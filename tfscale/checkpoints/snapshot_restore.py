@@ -222,12 +222,12 @@ class StatesOf:
 
     @property
     def is_same_host(self) -> bool:
-        """Whether this rank has the same place among the ranks of its host."""
+        """True if this rank has the same place among the ranks of its host."""
         return bool(self._part_of(self._source).info["hosts"] == _place_on_host())
 
     @property
     def is_end(self) -> bool:
-        """Whether training had ended."""
+        """True if training had ended."""
         return bool(self.reader.info["is_end"])
 
     @property
@@ -243,7 +243,7 @@ class StatesOf:
         return self.reader.parts[rank]
 
     def of(self, rank: int) -> Saved:
-        """Return what a rank has saved."""
+        """Return a rank's copy of the state."""
         part, number = self._part_of(rank), self.number
         if number is None:
             return Saved(part.arrays, part.info)

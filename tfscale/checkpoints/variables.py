@@ -118,7 +118,7 @@ class ModelState:
         self.local = [v for v in distinct([*weights, *slots]) if id(v) in ids]
 
     def scope(self, groups: Sequence[Sequence[int]]) -> Scope:
-        """Return what other states are told of the model; groups of ranks have equal models."""
+        """Return the scope of the model for other states; models of a group are equal."""
         rank = runtime.rank()
         return Scope(self.weights, self.local, group_of(rank, groups)[0] == rank)
 

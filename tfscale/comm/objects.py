@@ -159,7 +159,7 @@ def require_equal_values(
 
 
 def _entries(value: Any) -> dict[str, Any]:
-    """Return what is compared of a value, by the label that stands before it in errors."""
+    """Return the entries of a value to compare, by the labels that errors show before them."""
     if isinstance(value, dict):
         return {f"{key}=": entry for key, entry in value.items()}
     if isinstance(value, list):

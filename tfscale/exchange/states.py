@@ -31,7 +31,7 @@ class Saved:
     entries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __or__(self, other: Saved) -> Saved:
-        """Return what both have saved; the other's where names are equal."""
+        """Return the union of both copies; the other's entry where names are equal."""
         return Saved(
             {**self.arrays, **other.arrays},
             {**self.info, **other.info},
@@ -77,18 +77,18 @@ class SavedStates(Protocol):
 
     @property
     def is_exact(self) -> bool:
-        """Whether ranks and groups are the same as before: each takes its own.
+        """True if ranks and groups are the same as before: each takes its own.
 
         Otherwise states are joined and shared out again.
         """
 
     @property
     def is_same_host(self) -> bool:
-        """Whether this rank also has the same place among the ranks of its host."""
+        """True if this rank also has the same place among the ranks of its host."""
 
     @property
     def is_end(self) -> bool:
-        """Whether it was saved at the end of training."""
+        """True if it was saved at the end of training."""
 
     @property
     def size(self) -> int:
@@ -102,7 +102,7 @@ class SavedStates(Protocol):
         """
 
     def of(self, rank: int) -> Saved:
-        """Return what a rank has saved; arrays are read on access."""
+        """Return a rank's copy; arrays are read on access."""
 
     @property
     def own(self) -> Saved:
@@ -126,6 +126,14 @@ class Stateful(Protocol):
 
     def restored(self, saved: SavedStates) -> None:
         """Take back a state that any number of ranks have saved. Collective."""
+
+
+def saved_together(states: Sequence[Stateful], scope: Scope) -> Saved:
+    """Return the copies of several states as one."""
+    saved = Saved()
+    for state in states:
+        saved |= state.saved(scope)
+    return saved
 
 
 def copy_of(variable: Any) -> np.ndarray:

@@ -17,7 +17,7 @@ from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.executor import Executor, Request
-from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful
+from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful, saved_together
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import (
     set_holder,
@@ -256,10 +256,7 @@ class Bound:
 
     def saved(self, scope: Scope) -> Saved:
         """Copy this rank's part of the optimizer's state, and what the exchange keeps."""
-        saved = Saved()
-        for state in self._states:
-            saved |= state.saved(scope)
-        return saved
+        return saved_together(self._states, scope)
 
     def restored(self, saved: SavedStates) -> None:
         """Restore what `saved` has copied on all ranks. Collective."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
-from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful
+from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful, saved_together
 from tfscale.internals.optimizers import trained_by, update_rule
 from tfscale.optimizer.distributed import distributed_of
 from tfscale.optimizer.state import Slots
@@ -36,10 +36,8 @@ class OptimizerState:
     def saved(self, scope: Scope) -> Saved:
         """Copy the state, and what identifies the optimizer."""
         info = {"rules": self.rule, "trained": self.trained(scope)}
-        saved = Saved(info={**info, "accumulated": 0, "n_quantized": 0})  # unless it has such
-        for state in self._states:
-            saved |= state.saved(scope)
-        return saved
+        own = Saved(info={**info, "accumulated": 0, "n_quantized": 0})  # unless it has such
+        return own | saved_together(self._states, scope)
 
     def restored(self, saved: SavedStates) -> None:
         """Restore this rank's part. Collective."""
