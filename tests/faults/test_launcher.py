@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses, wait_for_end
-from tests.helpers.launching import job_words
+from tests.helpers.launching import WHOLE_LINES, job_words
 
 pytestmark = pytest.mark.timeout(START_S)
 RESTARTS = ("--restarts", "3")
@@ -309,14 +309,14 @@ def test_ranks_save_under_slurm(tmp_path, sent):
 LOOP = """
 while read name; do
   "{python}" -m tfscale.launcher.cli run --quiet -np 2 -- "{python}" -c \\
-    "import sys; print('$name', repr(sys.stdin.read()))" || exit 1
+    "{whole_lines}; print('$name', repr(sys.stdin.read()))" || exit 1
 done
 """
 
 
 def test_a_loop_of_a_shell_keeps_its_input(tmp_path):
     """And no rank waits for input: each reads to the end."""
-    loop = ["sh", "-c", LOOP.format(python=sys.executable)]
+    loop = ["sh", "-c", LOOP.format(python=sys.executable, whole_lines=WHOLE_LINES.strip())]
     done = subprocess.run(loop, input="a\nb\n", capture_output=True, text=True, timeout=START_S)
     assert sorted(done.stdout.split()) == sorted(["a", "''", "a", "''", "b", "''", "b", "''"]), (
         done.stderr
@@ -324,7 +324,7 @@ def test_a_loop_of_a_shell_keeps_its_input(tmp_path):
 
 
 def test_rank_0_reads_the_input_if_that_is_wanted():
-    script = "import os, sys; print(os.environ['PMI_RANK'], repr(sys.stdin.read()))"
+    script = f"{WHOLE_LINES}import os; print(os.environ['PMI_RANK'], repr(sys.stdin.read()))"
     words = job_words(["-np", "2", "--stdin"], [sys.executable, "-c", script])
     done = subprocess.run(words, input="x\n", capture_output=True, text=True, timeout=START_S)
     assert sorted(done.stdout.splitlines()) == ["0 'x\\n'", "1 ''"], done.stderr

@@ -11,8 +11,9 @@ from tests.helpers.environment import QUIET
 from tfscale.comm.process import discover
 from tfscale.testing.processes import Finished, Started, run_command, start
 
-# With `python -u`, a call of print with two values writes four times, and ranks share the output.
-_WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True)\n"
+# With `python -u` or PYTHONUNBUFFERED, print writes each value and each line's end apart, and ranks
+# share the output.
+WHOLE_LINES = "import sys; sys.stdout.reconfigure(line_buffering=True, write_through=False)\n"
 
 
 def job_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -24,7 +25,7 @@ def job_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def write_script(path: Path, text: str) -> list[str]:
     """Write a script whose printed lines arrive whole; return the command that runs it."""
-    path.write_text(_WHOLE_LINES + text)
+    path.write_text(WHOLE_LINES + text)
     return [sys.executable, str(path)]
 
 

@@ -135,7 +135,8 @@ def case_a_metric_key_of_one_rank_is_an_error_on_all():
     require_error(
         lambda: fit(model, own(), [MetricAverageCallback()], validation_data=validation),
         "ExchangeError",
-        "no val_loss on rank 0 and val_loss on rank 1",
+        "Received: no val_loss on rank 0",
+        "and val_loss on rank 1.",
     )
 
 
