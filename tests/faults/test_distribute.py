@@ -56,7 +56,7 @@ CELLS = [(place, kind, size) for size in (2, 3) for place in PLACES for kind in 
 IN_CI = CELLS if os.environ.get("FAULTS_ALL") else CELLS[::6]
 
 
-@pytest.mark.timeout(START_S + 60)
+@pytest.mark.timeout(2 * START_S)
 @pytest.mark.parametrize(("place", "kind", "size"), IN_CI)
 def test_a_rank_ends(tmp_path, place, kind, size):
     code, text = ENDS[kind]
@@ -107,7 +107,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.timeout(START_S + 60)
+@pytest.mark.timeout(2 * START_S)
 @pytest.mark.parametrize(("kind", "row", "verify"), STEPS)
 def test_a_step_fails_on_one_rank(tmp_path, kind, row, verify):
     options = ("--distribute", "--seed", "1", *verify)

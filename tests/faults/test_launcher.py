@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.killed_job import START_S, Job, job_of, listening_addresses, wait_for_end
 from tests.helpers.launching import WHOLE_LINES, job_words
 
-pytestmark = pytest.mark.timeout(START_S)
+pytestmark = pytest.mark.timeout(2 * START_S)
 RESTARTS = ("--restarts", "3")
 PLAIN = """
 import os, signal, sys, time
