@@ -8,8 +8,8 @@ from tests.helpers.launching import start_job, write_script
 from tfscale.launcher.mpi_command import find_processes
 
 START_S = 120  # TensorFlow on a loaded machine
-# From the death to the end of the job: seconds by itself, minutes at most on a loaded machine. A job
-# that waits for its dead rank ends after ten minutes, the limit of waiting.
+# From the death to the end of the job: seconds by itself, minutes at most on a loaded machine. A
+# job that waits for its dead rank ends after ten minutes, the limit of waiting.
 DEADLINE_S = 120
 
 # How the text of a script begins that trains a model until something ends it.
