@@ -16,7 +16,6 @@ from tfscale.config import ConfigError
 from tfscale.exchange.auto import strategy_of
 from tfscale.exchange.base import resolve
 from tfscale.exchange.plan import Parameter, Table
-from tfscale.launcher.tune.links import fit_line
 from tfscale.measure.auto import candidates
 from tfscale.measure.layer_times import (
     LayerMeasurement,
@@ -32,6 +31,7 @@ from tfscale.plan.machines import PRESETS, Machine
 from tfscale.plan.parts import bucketed, chunked
 from tfscale.plan.published import dense
 from tfscale.plan.simulate import COMMUNICATION, Speeds, run, simulate, step_tasks
+from tfscale.tune.links import fit_line
 
 
 def test_names_and_machines():

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import keras
 
 from tfscale.comm import objects, runtime
-from tfscale.comm.events import has_events
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
@@ -34,6 +33,7 @@ from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import explain
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.parts import Kind
+from tfscale.trace.events import has_events
 
 logger = logging.getLogger("tfscale")
 

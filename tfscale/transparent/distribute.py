@@ -27,7 +27,6 @@ from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, Synchroni
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.eager import raise_own_errors
-from tfscale.comm.start import init
 from tfscale.config import ConfigError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
@@ -45,6 +44,7 @@ from tfscale.internals.optimizers import (
 )
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
+from tfscale.start import init
 from tfscale.transparent import files, steps
 from tfscale.transparent.batches import BatchComparison, OrderedPipelines
 from tfscale.transparent.files import WrittenOnce, share_logs
