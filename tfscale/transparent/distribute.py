@@ -35,7 +35,13 @@ from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import running_session
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
-from tfscale.internals.keras import drop_functions, layers_of, replace_methods, restore_methods
+from tfscale.internals.keras import (
+    drop_functions,
+    layers_of,
+    replace_methods,
+    replace_optimizer,
+    restore_methods,
+)
 from tfscale.internals.optimizers import (
     inner_optimizers,
     is_wrapped,
@@ -242,7 +248,7 @@ class Distributed:
                 wrapped[id(value)] = DistributedOptimizer(
                     value, exchange=self._exchange, repeated_indices="keras"
                 )
-            setattr(model, name, wrapped[id(value)])
+            replace_optimizer(model, wrapped[id(value)], name)
         rules = (update_rule(o.__wrapped__) for o in optimizers_of(model) if is_wrapped(o))
         self._updated_by.update(rules)  # not the wrappers, which end when a model is compiled again
         return batches

@@ -38,7 +38,7 @@ from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.dense import own_calls
 from tfscale.fit.metric_updates import flat_items, metrics_of
 from tfscale.internals.classes import Patches
-from tfscale.internals.keras import layers_of, raw_variable
+from tfscale.internals.keras import layers_of, raw_variable, replace_function
 from tfscale.internals.optimizers import iterations_of, optimizers_of, trained_by
 from tfscale.internals.trace import captured_variables, current_graph, ops_of
 from tfscale.optimizer.distributed import DistributedOptimizer
@@ -154,7 +154,7 @@ class Verifier:
                 function = getattr(model, name)
                 if function is not before:
                     function = _CheckedFunction(self, model, kind, function)
-                    setattr(model, name, function)
+                    replace_function(model, name, function)
                 return function
 
             return make_function
