@@ -60,7 +60,7 @@ def test_a_plan_becomes_a_strategy():
     # A variable that the plan does not know is sent alone, and one that is missing does not matter.
     names = ["b/kernel", "c/kernel", "c/bias", "new"]
     specs = [GradientSpec(name, (2,), "float32") for name in names]
-    made = tuple(Parameter(spec, "float32", "dense") for spec in specs)
+    made = tuple(Parameter(spec, "float32", "weights") for spec in specs)
     plan = strategy.plan(Table(made), Group(0, (0, 1), 0))
     assert [part.indices for part in plan.parts] == [(3,), (2, 1), (0,)]
 

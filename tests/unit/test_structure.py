@@ -487,6 +487,19 @@ def test_ranks_are_compared_in_one_place():
     assert found == {"tfscale/comm/objects.py"}
 
 
+def test_how_a_gradient_is_exchanged_is_one_type():
+    """`plan.buckets.Kind` has the words; only an option of users repeats some of them."""
+    words = {"allreduce", "weights", "replicated", "partial"}
+    found = {
+        relative(path)
+        for path in LIBRARY
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Literal"
+        if len(words & {n.value for n in ast.walk(node.slice) if isinstance(n, ast.Constant)}) > 1
+    }
+    assert found == {"tfscale/plan/buckets.py", "tfscale/exchange/sharded.py"}
+
+
 def test_weak_dictionaries_of_modules_stand_in_a_list():
     """State beside the arguments of a function is a channel that no reader sees."""
     found = {
