@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale.comm.events import clock_ns
+from tfscale.trace.events import clock_ns
 
 Span = tuple[int, int]  # begin and end, in ns
 

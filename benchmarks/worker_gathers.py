@@ -18,8 +18,8 @@ from benchmarks.systems import start
 from benchmarks.worker_step import make_step
 from benchmarks.workloads import WORKLOADS
 from tfscale.comm import runtime
-from tfscale.comm.events import Listener, clock_ns
 from tfscale.measure.analysis import Intervals, length, merged
+from tfscale.trace.events import Listener, clock_ns
 
 _NAME = "parameters of "  # of the collectives that gather parameters
 _JOINED_NS = 300_000  # gaps that a picture cannot show

@@ -42,8 +42,8 @@ def wire_seconds(step: Callable[[], Any], n_steps: int) -> dict[str, float]:
         n_steps: To run, whole intervals of local SGD.
     """
     from tfscale.comm import runtime
-    from tfscale.comm.events import Listener
     from tfscale.measure.analysis import length, merged
+    from tfscale.trace.events import Listener
 
     listener = Listener()
     for _ in range(n_steps):

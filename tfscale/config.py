@@ -41,6 +41,25 @@ def check_integer(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
+def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
+    """Return the numbers in "1,2,4", each at least `least`; `name` is the option that gave them."""
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < least:
+        raise ConfigError(
+            f"{name} must be numbers of {least} or more with commas between them. "
+            f"Received: {name} {text}. Example: {name} 1,2,4"
+        )
+    return numbers
+
+
+def read_input_shape(text: str) -> tuple[int, ...] | None:
+    """Return the numbers of the option `--input-shape`, or None if it is not given."""
+    return read_numbers(text, "--input-shape") if text else None
+
+
 class exit_codes:
     """Exit codes of training processes besides success (0) and failure (1).
 

@@ -30,11 +30,11 @@ from tfscale.comm.software import (
     nccl_built,
     rocm_built,
 )
-from tfscale.comm.start import init, shutdown
-from tfscale.comm.timeline import start_timeline, stop_timeline
 from tfscale.missing import lookup
 from tfscale.optimizer.distributed import DistributedOptimizer, PartialDistributedOptimizer
 from tfscale.optimizer.saving import load_model
+from tfscale.start import init, shutdown
+from tfscale.trace.timeline import start_timeline, stop_timeline
 
 elastic = lookup("elastic")
 

@@ -13,10 +13,10 @@ import tfscale
 from tests.helpers.cases import require_engine, sizes
 from tests.helpers.ranks import new_folder
 from tfscale.callbacks import BroadcastGlobalVariablesCallback, CommunicationReport
-from tfscale.comm import events, timeline
 from tfscale.measure.analysis import Key, collectives_before
 from tfscale.measure.report import of_kind, read_rows
 from tfscale.testing import inspect
+from tfscale.trace import events, timeline
 
 require_engine("its events are looked at")
 

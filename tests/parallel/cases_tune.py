@@ -14,9 +14,14 @@ from tests.helpers.cases import engine_only, sizes
 from tests.helpers.equality import dense_model
 from tests.helpers.ranks import outcome, require_error, shared_folder
 from tests.parallel.local_sgd_reference import BATCH, STEPS, samples
-from tfscale.launcher.tune import links
-from tfscale.launcher.tune.links import measure_model
-from tfscale.launcher.tune.scripts import (
+from tfscale.measure.model_layers import find_model, read_layers
+from tfscale.plan.costs import Scenario
+from tfscale.plan.machines import find_machine
+from tfscale.plan.parts import bucketed
+from tfscale.plan.simulate import simulate
+from tfscale.tune import links
+from tfscale.tune.links import measure_model
+from tfscale.tune.scripts import (
     Done,
     GroupsProbe,
     enlarge,
@@ -24,11 +29,6 @@ from tfscale.launcher.tune.scripts import (
     regroup,
     train_compressed,
 )
-from tfscale.measure.model_layers import find_model, read_layers
-from tfscale.plan.costs import Scenario
-from tfscale.plan.machines import find_machine
-from tfscale.plan.parts import bucketed
-from tfscale.plan.simulate import simulate
 
 
 def probe(folder, run, **settings):

@@ -16,7 +16,6 @@ from tfscale.config import ConfigError
 from tfscale.exchange.auto import strategy_of
 from tfscale.exchange.base import resolve
 from tfscale.exchange.plan import Parameter, Table
-from tfscale.launcher.tune.links import fit_line
 from tfscale.measure.auto import candidates
 from tfscale.measure.layer_times import (
     LayerMeasurement,
@@ -32,6 +31,7 @@ from tfscale.plan.machines import PRESETS, Machine
 from tfscale.plan.parts import bucketed, chunked
 from tfscale.plan.published import dense
 from tfscale.plan.simulate import COMMUNICATION, Speeds, run, simulate, step_tasks
+from tfscale.tune.links import fit_line
 
 
 def test_names_and_machines():
@@ -60,7 +60,7 @@ def test_a_plan_becomes_a_strategy():
     # A variable that the plan does not know is sent alone, and one that is missing does not matter.
     names = ["b/kernel", "c/kernel", "c/bias", "new"]
     specs = [GradientSpec(name, (2,), "float32") for name in names]
-    made = tuple(Parameter(spec, "float32", "dense") for spec in specs)
+    made = tuple(Parameter(spec, "float32", "weights") for spec in specs)
     plan = strategy.plan(Table(made), Group(0, (0, 1), 0))
     assert [part.indices for part in plan.parts] == [(3,), (2, 1), (0,)]
 

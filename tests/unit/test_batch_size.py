@@ -13,9 +13,9 @@ from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.data.slices import epoch_order
 from tfscale.launcher import cli
-from tfscale.launcher.tune.scripts import measure_script
 from tfscale.measure.batch_size import SizeMeasures, Stage, advise, measure
 from tfscale.testing import require_identical
+from tfscale.tune.scripts import measure_script
 
 SAMPLES = 256
 

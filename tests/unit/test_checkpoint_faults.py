@@ -20,10 +20,10 @@ from tests.unit.checkpoint_model import (
     require_equal,
     steps_in,
 )
-from tfscale import preemption
+from tfscale import preemption, start
 from tfscale.callbacks import Checkpoint
 from tfscale.checkpoints import list_checkpoints
-from tfscale.comm import runtime, start
+from tfscale.comm import runtime
 from tfscale.config import PREEMPTED, ConfigError
 
 

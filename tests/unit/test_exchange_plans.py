@@ -50,7 +50,7 @@ def table(**forms: str) -> Table:
     return Table(tuple(parameters))
 
 
-DENSE = {"words": "rows", "wide": "dense", "scale": "dense", "head": "dense"}
+DENSE = {"words": "rows", "wide": "weights", "scale": "weights", "head": "weights"}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -67,7 +67,7 @@ def test_pieces_are_those_of_the_build(name):
     strategy = STRATEGIES[name]
     built = strategy.plan(table(), GROUP)
     assert built.parts == ()
-    for forms in (DENSE, {"head": "dense"}, {**DENSE, "wide": "partial"}):
+    for forms in (DENSE, {"head": "weights"}, {**DENSE, "wide": "partial"}):
         assert strategy.plan(table(**forms), GROUP).segments == built.segments
 
 

@@ -5,21 +5,19 @@ import json
 
 import pytest
 
+from tfscale.comm.places import parse_places, require_hosts, spread
 from tfscale.comm.process import Launch, discover, slurm_variables
-from tfscale.comm.start import Machine, choose_backend, own_gpu, require_size
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
     Mpi,
     allocation_variables,
     build_command,
-    parse_places,
     parse_version,
     quote,
-    require_hosts,
-    spread,
     variables_of,
 )
+from tfscale.start import Machine, choose_backend, own_gpu, require_size
 
 MPICH = Mpi("mpich", "5.0.2", "/mpi/mpiexec")
 INTEL = Mpi("intel", "2021.14", "/mpi/mpiexec")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfscale.comm import start
+from tfscale import start
 from tfscale.comm.backends import engine
 from tfscale.config import ExchangeError, Settings
 from tfscale.launcher import cli, doctor, mpi_command

@@ -106,7 +106,7 @@ def chunks_of_vgg_a(strategy):
     model = vgg(VGG_A, (32, 32, 3), (8, 8), 10)
     names = [v.path for v in model.trainable_variables]
     replicated = [f"fc{i + 1}" for i in range(strategy.replicated_dense)]
-    forms = ["replicated" if owner_of(name) in replicated else "dense" for name in names]
+    forms = ["replicated" if owner_of(name) in replicated else "weights" for name in names]
     specs = [GradientSpec(name, (1,), "float32") for name in names]
     table = Table(tuple(Parameter(s, "float32", f) for s, f in zip(specs, forms, strict=True)))
     parts = strategy.plan(table, Group(0, (0, 1), 1)).parts

@@ -15,10 +15,10 @@ from tests.helpers.sources import CPP, LIBRARY, ROOT, imported_names, parse, rel
 FRAMEWORKS = ("tensorflow", "keras", "mpi4py")
 # Rooms and modules that start without TensorFlow, Keras and MPI, and are tested without them.
 PURE = """
-    config files plan launcher native comm/chrome
-    comm/process comm/stamps checkpoints/files checkpoints/preemption data/slices measure/analysis
-    measure/compression measure/groups measure/growth measure/provenance measure/report
-    measure/theta transparent/__main__ launcher/tune/__init__ testing
+    config files plan launcher native comm/places comm/process trace/chrome trace/stamps
+    checkpoints/files checkpoints/preemption data/slices measure/analysis measure/compression
+    measure/groups measure/growth measure/provenance measure/report measure/theta
+    transparent/__main__ tune/__init__ testing
     """
 
 # The fields of tfscale.config.Settings; each is read from TFSCALE_ and its name in capitals.
@@ -75,23 +75,23 @@ DIRECT = {
     " unit/test_native",
     "comm/backends/horovod": "unit/test_horovod_values",
     "comm/eager": "unit/test_horovod_values",
-    "comm/events": "parallel/cases_trace unit/test_trace_files",
     "comm/objects": "unit/test_broadcast_messages",
     "comm/runtime": "helpers/grid_exchange unit/test_checkpoint_faults",
-    "comm/start": "unit/test_checkpoint_faults unit/test_launch unit/test_library",
-    "comm/timeline": "parallel/cases_trace unit/test_trace_files",
     "comm/warnings": "parallel/cases_warnings",
+    "start": "unit/test_checkpoint_faults unit/test_launch unit/test_library",
+    "trace/events": "parallel/cases_trace unit/test_trace_files",
+    "trace/timeline": "parallel/cases_trace unit/test_trace_files",
     "fit/uneven_batches": "unit/test_horovod_values",
     # Decisions from measured times, where the times are given.
     "callbacks/adaptive_batch_size": "unit/test_callbacks_errors",
     "callbacks/batch_size_schedule": "unit/test_callbacks_errors",
     "exchange/auto": "parallel/cases_auto_sharded unit/test_auto_exchange unit/test_exchange_plans",
-    "launcher/tune/links": "parallel/cases_tune unit/test_auto_exchange unit/test_tune_links",
-    "launcher/tune/scripts": "parallel/cases_tune unit/test_batch_size unit/test_tune_groups",
     "measure/auto": "parallel/cases_auto_sharded unit/test_auto_exchange unit/test_plan_contention",
     "measure/batch_size": "unit/test_batch_size unit/test_growth unit/test_provenance",
     "measure/layer_times": "unit/test_auto_exchange unit/test_plan_contention",
     "measure/model_layers": "parallel/cases_tune unit/test_forecast",
+    "tune/links": "parallel/cases_tune unit/test_auto_exchange unit/test_tune_links",
+    "tune/scripts": "parallel/cases_tune unit/test_batch_size unit/test_tune_groups",
     # Checkpoints that are damaged, unfinished or of other jobs, and what resumed runs compare.
     "checkpoints/resumable": "unit/test_checkpoint_state",
     "checkpoints/saver": "unit/test_checkpoint unit/test_checkpoint_files",
@@ -255,39 +255,57 @@ def test_versions_agree():
 INTERNALS = "tfscale/internals/"
 # Of namedtuples, argparse and os.
 NOT_KERAS = {"_asdict", "_replace", "_exit", "_SubParsersAction"}
-# Private names of Keras that something of tfscale has as well.
-SHARED_NAMES = {"_model": "tfscale/callbacks/model_checkpoint.py"}
+# Methods that Keras and TensorFlow call on classes of tfscale, which stand where their work is.
+CALLED_BY_KERAS = {
+    "_save_model": "tfscale/callbacks/model_checkpoint.py",
+    "_restore_from_tensors": "tfscale/optimizer/futures.py",
+    "_direct_assign": "tfscale/optimizer/futures.py",
+}
 PATCHED = {
     *("call", "export", "fit", "make_train_function", "save", "save_weights", "train_step"),
     *("_save_model", "__class__"),
 }
 
 
-def own_names() -> set[str]:
-    """Return the names that classes, functions and assignments of the library define."""
+def own_names(path: Path) -> set[str]:
+    """Return the names that classes, functions and assignments of a module define."""
     own = set()
-    for path in LIBRARY:
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                own.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                own |= {node.attr} if getattr(node.value, "id", "") in ("self", "cls") else set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own |= {node.attr} if getattr(node.value, "id", "") in ("self", "cls") else set()
     return own
 
 
-def private_names_of_others(path: Path, own: set[str]) -> set[str]:
-    found = set()
+def private_names_of_others(path: Path, everywhere: set[str]) -> set[str]:
+    """Return private modules that a file imports, and private names that it takes from objects.
+
+    Those of `self` may be defined in another module of the library, in a base class (they are among
+    `everywhere`), those of other objects in this one.
+    """
+    own, found = own_names(path), set()
     for node in ast.walk(parse(path)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("keras.src"):
-            found.add(node.module or "")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            found |= {n for n in named if re.match(r"(keras\.src|tensorflow\.\w+)\b", n)}
         if not isinstance(node, ast.Attribute) or not re.match(r"_(?!_|self_)", node.attr):
+            found |= {"__internal__"} if getattr(node, "attr", "") == "__internal__" else set()
             continue
-        is_shared = SHARED_NAMES.get(node.attr) == relative(path)
-        if node.attr not in NOT_KERAS and (node.attr not in own or is_shared):
+        is_self = getattr(node.value, "id", "") in ("self", "cls")
+        if node.attr not in NOT_KERAS | own | (everywhere if is_self else set()):
             found.add(node.attr)
     return found
+
+
+def listed_private_names() -> set[str]:
+    """Return the private names of Keras and TensorFlow that docstrings of internals/ list."""
+    documented = (
+        ast.get_docstring(parse(p)) or "" for p in sorted((ROOT / INTERNALS).glob("*.py"))
+    )
+    return {name for text in documented for name in re.findall(r"[`.](_[a-z]\w+)", text)}
 
 
 def test_the_session_of_a_fit_is_found_once():
@@ -302,12 +320,52 @@ def test_the_session_of_a_fit_is_found_once():
 
 
 def test_private_names_of_keras_and_tensorflow_stand_in_one_place():
-    own = own_names()
-    found = {relative(path) for path in LIBRARY if private_names_of_others(path, own)}
-    assert {f for f in found if not f.startswith(INTERNALS)} == set()
+    everywhere = {name for path in LIBRARY for name in own_names(path)}
+    outside = [p for p in LIBRARY if not relative(p).startswith((INTERNALS, "tfscale/testing/"))]
+    found = {relative(p): n for p in outside if (n := private_names_of_others(p, everywhere))}
+    assert not found
     listed = ast.get_docstring(parse(ROOT / INTERNALS / "keras.py")) or ""
-    names = private_names_of_others(ROOT / INTERNALS / "keras.py", own)
+    names = private_names_of_others(ROOT / INTERNALS / "keras.py", everywhere)
     assert [n for n in names if n.rpartition(".")[2] not in listed] == []
+
+
+def test_private_methods_of_keras_are_overridden_in_one_place():
+    """Classes with bases of Keras, or none, define no private method of it: it would be called."""
+    private = listed_private_names()
+    for path in LIBRARY:
+        if relative(path).startswith(INTERNALS):
+            continue
+        for node in ast.walk(parse(path)):
+            bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
+            if isinstance(node, ast.ClassDef) and any(re.match(r"(keras|tf)\.", b) for b in bases):
+                methods = {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
+                overridden = {
+                    n for n in methods & private if CALLED_BY_KERAS.get(n) != relative(path)
+                }
+                assert not overridden, f"{relative(path)}: {overridden}"
+            is_text = isinstance(node, ast.Constant) and node.value in private
+            # "_model" is the end of keras.saving.save_model, too.
+            assert not is_text or node.value == "_model", f"{relative(path)}: {node.value}"
+
+
+def test_attributes_are_set_by_name_in_one_place():
+    """`setattr` and mocks are patches, except on `self` and on classes of the same module.
+
+    `checkpoints/resumable.py` gives callbacks their public numbers back.
+    """
+    allowed = {"tfscale/checkpoints/resumable.py"}
+    for path in LIBRARY:
+        if relative(path).startswith((INTERNALS, "tfscale/testing/")):
+            continue
+        tree = parse(path)
+        own = {"self"} | {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+        owners = [
+            ast.unparse(node.args[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr")
+        ]
+        assert set(owners) <= own or relative(path) in allowed, f"{relative(path)}: {owners}"
+        assert not [n for n in imported_names(path) if n.startswith("unittest")], relative(path)
 
 
 def test_objects_of_keras_are_patched_in_one_place():
@@ -427,6 +485,19 @@ def test_ranks_are_compared_in_one_place():
     texts = ("All ranks must have the same", "All ranks must train", "same on all ranks. Received")
     found = {relative(p) for p in LIBRARY if any(text in p.read_text() for text in texts)}
     assert found == {"tfscale/comm/objects.py"}
+
+
+def test_how_a_gradient_is_exchanged_is_one_type():
+    """`plan.buckets.Kind` has the words; only an option of users repeats some of them."""
+    words = {"allreduce", "weights", "replicated", "partial"}
+    found = {
+        relative(path)
+        for path in LIBRARY
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Literal"
+        if len(words & {n.value for n in ast.walk(node.slice) if isinstance(n, ast.Constant)}) > 1
+    }
+    assert found == {"tfscale/plan/buckets.py", "tfscale/exchange/sharded.py"}
 
 
 def test_weak_dictionaries_of_modules_stand_in_a_list():

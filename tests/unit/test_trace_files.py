@@ -9,14 +9,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tfscale.comm import chrome, timeline
-from tfscale.comm.events import measure_offset
-from tfscale.comm.stamps import INPUT_SLOT, wait_slot
 from tfscale.launcher import cli
 from tfscale.measure import analysis
 from tfscale.measure.analysis import Key
 from tfscale.measure.report import FILE_NAME, read_rows, table
 from tfscale.testing import pretend_rank
+from tfscale.trace import chrome, timeline
+from tfscale.trace.events import measure_offset
+from tfscale.trace.stamps import INPUT_SLOT, wait_slot
 
 EVENT = np.dtype(
     [(f"{name}_ns", np.int64) for name in ("posted", "started", "ended")]
@@ -154,7 +154,7 @@ def test_a_job_that_begins_removes_what_an_earlier_one_has_left(tmp_path):
     write_parts(tmp_path, 0, 1, 10)
     with (
         pretend_rank(0, 2),
-        mock.patch("tfscale.comm.timeline._start"),
+        mock.patch("tfscale.trace.timeline._start"),
     ):
         timeline.start_automatic(str(tmp_path))
     assert parts_left(tmp_path) == [1]  # which removes its own

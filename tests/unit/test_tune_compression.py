@@ -5,9 +5,10 @@ import math
 
 import pytest
 
+from tfscale import tune
 from tfscale.config import ConfigError
 from tfscale.files import write_json_lines
-from tfscale.launcher import cli, tune
+from tfscale.launcher import cli
 from tfscale.measure.compression import read_steps, write_report
 
 

@@ -11,7 +11,14 @@ import pytest
 import tfscale
 from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.config import ConfigError
-from tfscale.launcher.tune.scripts import (
+from tfscale.measure.groups import (
+    GroupProbe,
+    advise,
+    draw_distances,
+    loss_ratio,
+    write_report,
+)
+from tfscale.tune.scripts import (
     FILES_AND_STOPS,
     RATES_AND_SIZES,
     Done,
@@ -19,13 +26,6 @@ from tfscale.launcher.tune.scripts import (
     arguments_of,
     enlarge,
     regroup,
-)
-from tfscale.measure.groups import (
-    GroupProbe,
-    advise,
-    draw_distances,
-    loss_ratio,
-    write_report,
 )
 
 

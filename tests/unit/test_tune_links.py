@@ -9,10 +9,10 @@ import pytest
 
 from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale.launcher import cli
-from tfscale.launcher.tune.links import SIZES, link_of, machine_from, spread_of, too_noisy
 from tfscale.plan.costs import transfer_s
 from tfscale.plan.machines import PRESETS
 from tfscale.testing import pretend_rank
+from tfscale.tune.links import SIZES, link_of, machine_from, spread_of, too_noisy
 
 
 def options(**given):
@@ -27,7 +27,7 @@ def test_the_command_starts_ranks():
         assert cli.main(words) == 0
     started = main.call_args.args[0]
     assert started[:4] == ["run", "-np", "3", "--"]
-    assert started[5:7] == ["-m", "tfscale.launcher.tune.links"]
+    assert started[5:7] == ["-m", "tfscale.tune.links"]
     assert json.loads(started[7]) == vars(options(model="a:b", max_spread=0.5))
 
 

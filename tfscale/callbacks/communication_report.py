@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from tfscale.callbacks.base import Callback
-from tfscale.comm import events as recorder
-from tfscale.comm import objects, runtime, timeline
-from tfscale.comm.events import ClockMap, clock_ns
+from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError, check_integer
 from tfscale.files import append_json_lines, write_json_lines
 from tfscale.internals.keras import steps_until
@@ -22,6 +20,9 @@ from tfscale.measure import analysis
 from tfscale.measure.analysis import EAGER, Key, collectives_before
 from tfscale.measure.report import FILE_NAME, write_report
 from tfscale.optimizer.distributed import distributed_of
+from tfscale.trace import events as recorder
+from tfscale.trace import timeline
+from tfscale.trace.events import ClockMap, clock_ns
 
 logger = logging.getLogger("tfscale")
 

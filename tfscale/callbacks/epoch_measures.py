@@ -19,6 +19,7 @@ from tfscale.checkpoints.variables import distinct
 from tfscale.comm import objects, runtime
 from tfscale.config import ConfigError
 from tfscale.data.slices import count_active
+from tfscale.internals.trace import memory_limit
 from tfscale.measure.growth import Measures, noise_scale
 from tfscale.optimizer.gradient_norms import GradientNorms
 
@@ -208,10 +209,7 @@ def _used_bytes() -> tuple[int, int]:
 def _free_bytes() -> float:
     """Return the memory left for this rank, on its GPU or as its share of the host."""
     if tf.config.list_logical_devices("GPU"):
-        from tensorflow.python.client import device_lib
-
-        limits = {d.name: d.memory_limit for d in device_lib.list_local_devices()}
-        return limits["/device:GPU:0"] - _used_bytes()[1]
+        return memory_limit("/device:GPU:0") - _used_bytes()[1]
     free = _numbers("/proc/meminfo").get("MemAvailable:", float("inf")) * 1024
     with contextlib.suppress(OSError, ValueError):  # "max", or no control group of version 2
         left = int(Path("/sys/fs/cgroup/memory.max").read_text())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tfscale.callbacks.base import BeforeValidation, Callback
-from tfscale.comm import collectives, events, runtime
+from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Max, Sum
 from tfscale.files import append_json_lines, has_matplotlib, read_json_lines, write_json_lines
 from tfscale.fit.preparation import prepare
@@ -21,6 +21,7 @@ from tfscale.local_sgd.intervals import AdaptiveInterval
 from tfscale.local_sgd.overlapped import LABEL, OverlappedAverage
 from tfscale.measure.groups import draw_distances
 from tfscale.optimizer.distributed import distributed_of
+from tfscale.trace import events
 
 logger = logging.getLogger("tfscale")
 

@@ -238,7 +238,7 @@ def eager_calls() -> Counter[int]:
 
 
 def listeners() -> weakref.WeakSet[Any]:
-    """Return the objects that receive the job's events, see `tfscale.comm.events`."""
+    """Return the objects that receive the job's events, see `tfscale.trace.events`."""
     return _current().listeners
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError, require
 from tfscale.exchange.allreduce import Allreduce
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.base import DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters, places_of
 from tfscale.exchange.sharded import dense_kind
 from tfscale.plan import parts as simulated
-from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
+from tfscale.plan.buckets import Bucket, GradientSpec, Kind, group_buckets
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine, find_machine
-from tfscale.plan.parts import Kind
 
 CUT: tuple[Kind, ...] = ("sharded", "partial")  # kinds with which each rank updates a part
 
@@ -131,7 +130,7 @@ class Mixed(Exchange):
 
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
-    ) -> list[tuple[DenseKind, str]]:
+    ) -> list[tuple[Kind, str]]:
         """Return the plan's kinds; see `Exchange.dense_kinds`."""
         asked = dict(self.layers)
         return [dense_kind(asked.get(x.path, "weights"), x, size, None) for x in layers]

@@ -6,7 +6,7 @@ import abc
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from tfscale.comm.backends.base import Group
 from tfscale.comm.compression import refuse_low_rank
@@ -14,10 +14,7 @@ from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError
 from tfscale.exchange import EXCHANGES
 from tfscale.exchange.plan import ExchangePlan, GradientOptions, Table
-
-# "weights": ranks exchange the layer's weight gradients. "replicated", "partial": they exchange its
-# activations and output gradients; each computes the whole weight gradient, or that of its rows.
-DenseKind = Literal["weights", "replicated", "partial"]
+from tfscale.plan.buckets import Kind
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,10 @@ class Exchange(abc.ABC):
 
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
-    ) -> list[tuple[DenseKind, str]]:
+    ) -> list[tuple[Kind, str]]:
         """Choose the exchange of each Dense layer, with the reason if a wish is not met.
+
+        One of "weights", "replicated" and "partial".
 
         Raises:
             PlanError: The strategy does not fit the model.

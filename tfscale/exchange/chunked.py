@@ -8,9 +8,9 @@ from typing import Literal
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError, PlanError, is_count, require
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.base import DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
-from tfscale.plan.buckets import Bucket, GradientSpec, build_chunks, owner_of
+from tfscale.plan.buckets import Bucket, GradientSpec, Kind, build_chunks, owner_of
 from tfscale.plan.layers import is_replicated_cheaper
 
 
@@ -122,7 +122,7 @@ class Chunked(Exchange):
 
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
-    ) -> list[tuple[DenseKind, str]]:
+    ) -> list[tuple[Kind, str]]:
         """Choose "replicated" for the first layers, by the strategy's own `global_batch`."""
         n_chosen = len(layers) if self.replicated_dense == "auto" else self.replicated_dense
         if len(layers) < n_chosen:
@@ -131,7 +131,7 @@ class Chunked(Exchange):
                 f"Set replicated_dense to {len(layers)} or less."
             )
         reasons = [layer.why_not or self._why_dear(layer, size) for layer in layers[:n_chosen]]
-        kinds: list[tuple[DenseKind, str]] = [
+        kinds: list[tuple[Kind, str]] = [
             ("weights", reason) if reason else ("replicated", "") for reason in reasons
         ]
         return kinds + [("weights", "")] * (len(layers) - n_chosen)

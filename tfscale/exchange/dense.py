@@ -26,10 +26,11 @@ from tfscale.comm.backends.base import Call, Group
 from tfscale.comm.runtime import Average, ProcessSet
 from tfscale.config import PlanError
 from tfscale.exchange import batch_shares as shares
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.base import DenseLayer, Exchange
 from tfscale.exchange.plan import GradientOptions, values_of
 from tfscale.internals.keras import layers_of, replace_call, replaced_call, weights_of
 from tfscale.internals.trace import context_of, current_graph, outer_graphs, runs_once_per_step
+from tfscale.plan.buckets import Kind
 from tfscale.plan.segments import row_cuts
 
 logger = logging.getLogger("tfscale")
@@ -80,7 +81,7 @@ class ReplicatedCall:
     The weight gradients that it returns to TensorFlow are already those of the whole batch.
     """
 
-    kernel_use: DenseKind = "replicated"
+    kernel_use: Kind = "replicated"
 
     def __init__(
         self, layer: keras.layers.Dense, options: GradientOptions, process_set: ProcessSet
@@ -151,7 +152,7 @@ class ReplicatedCall:
     def _call(self, layer: keras.layers.Dense, group: Group, what: str) -> Call:
         return Call(group, f"{layer.path} {what}", (self._order.handle,), _STREAM)
 
-    def _note(self, layer: keras.layers.Dense, kernel: DenseKind, bias: DenseKind) -> None:
+    def _note(self, layer: keras.layers.Dense, kernel: Kind, bias: Kind) -> None:
         _note_use(layer.kernel, kernel)
         if layer.bias is not None:
             _note_use(layer.bias, bias)
@@ -167,7 +168,7 @@ class PartialCall(ReplicatedCall):
     Source: [T] 4.2, eq. 4.8.
     """
 
-    kernel_use: DenseKind = "partial"
+    kernel_use: Kind = "partial"
 
     def _send(self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor) -> tf.Tensor:
         cuts = row_cuts(inputs.shape[-1], group.size)
@@ -190,7 +191,7 @@ class PartialCall(ReplicatedCall):
         return tf.IndexedSlices(own, tf.range(begin, end), tf.constant(tuple(layer.kernel.shape)))
 
 
-def _note_use(variable: Any, use: DenseKind) -> None:
+def _note_use(variable: Any, use: Kind) -> None:
     """Record how the function being traced uses a kernel or bias.
 
     "weights": its gradient is that of this rank's samples. "replicated": that of the whole batch.
@@ -211,7 +212,7 @@ def _note_made(layer: keras.layers.Dense, gradients: Sequence[Any]) -> None:
         context_of(values.graph).made[values.name] = id(variable)
 
 
-def use_of(variable: Any) -> DenseKind:
+def use_of(variable: Any) -> Kind:
     """Return how the function being traced uses a variable whose gradient it has computed.
 
     Raises:
@@ -365,7 +366,7 @@ def _describe(
 
 
 def _set_call(
-    layer: keras.layers.Dense, kind: DenseKind, options: GradientOptions, process_set: ProcessSet
+    layer: keras.layers.Dense, kind: Kind, options: GradientOptions, process_set: ProcessSet
 ) -> bool:
     """Give a layer the call of a kind; return whether its call changed."""
     call, make = replaced_call(layer), _CALLS.get(kind)

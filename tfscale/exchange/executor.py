@@ -21,7 +21,6 @@ from tfscale.exchange.base import Exchange
 from tfscale.exchange.dense import DenseCalls, require_own, use_of
 from tfscale.exchange.plan import (
     ExchangePlan,
-    Gradient,
     GradientOptions,
     Parameter,
     Table,
@@ -31,7 +30,7 @@ from tfscale.exchange.plan import (
 from tfscale.exchange.residuals import Residuals, Update
 from tfscale.exchange.shards import Shards, name_of
 from tfscale.internals.keras import device_of
-from tfscale.plan.buckets import GradientSpec
+from tfscale.plan.buckets import GradientSpec, Kind
 
 
 class Observer(Protocol):
@@ -282,26 +281,26 @@ class Executor:
         rider = shares.take_rider() if wire.group.size == runtime.size() else None
         wire.riders.extend([] if rider is None else [rider])
         contexts: dict[int, Any] = {}
-        forms: dict[int, Gradient] = {}
+        kinds: dict[int, Kind] = {}
         quantized: set[int] = set()
         for i, gradient in own.items():
             require_reducible([tf.convert_to_tensor(values_of(gradient))])
             use = use_of(base[i])
             if use != "weights":
                 require_own(gradient, base[i])
-                forms[i] = use
+                kinds[i] = use
             elif self._stays_sparse(i, gradient, wire.group.size):
-                forms[i] = "rows"
+                kinds[i] = "rows"
             else:
-                forms[i] = "dense"
+                kinds[i] = "weights"
                 tensor = tf.convert_to_tensor(gradient)
                 if self._is_quantized(base[i], gradient):
                     quantized.add(i)
                     tensor = tf.ensure_shape(tensor, base[i].shape)
                 own[i], contexts[i] = self.options.compression.compress(tensor)
-        plan = self._compile(base, own, forms, quantized, wire)
+        plan = self._compile(base, own, kinds, quantized, wire)
         if not plan.overlap and not tf.executing_eagerly():
-            sent = [i for i, form in forms.items() if form in ("dense", "rows")]
+            sent = [i for i, kind in kinds.items() if kind in ("weights", "rows")]
             # One op that waits for all: edges from each gradient to each would be their square.
             with tf.control_dependencies([tf.group(*(values_of(own[i]) for i in sent))]):
                 own |= {i: _changed(own[i], tf.identity) for i in sent}
@@ -335,7 +334,7 @@ class Executor:
         self,
         base: Sequence[Any],
         own: dict[int, Any],
-        forms: dict[int, Gradient],
+        kinds: dict[int, Kind],
         quantized: Collection[int],
         wire: Wire,
     ) -> ExchangePlan:
@@ -350,12 +349,12 @@ class Executor:
                 "optimizers need dense layers that exchange weights."
             )
         if self.shards is None:
-            table = [_parameter(v, own[i], forms[i]) for i, v in enumerate(base)]
+            table = [_parameter(v, own[i], kinds[i]) for i, v in enumerate(base)]
         else:
             table = list(self.table)
-            for i, form in forms.items():
+            for i, kind in kinds.items():
                 dtype = values_of(own[i]).dtype.name
-                table[i] = replace(table[i], gradient=form, wire_dtype=dtype)
+                table[i] = replace(table[i], gradient=kind, wire_dtype=dtype)
         for i in quantized:
             assert self.residuals is not None
             table[i] = replace(table[i], wire_dtype=self.residuals.compression.wire_dtype)
@@ -392,9 +391,9 @@ class Executor:
         return not is_cut and (keeps_repeats or not is_cheaper_dense(gradient, size))
 
 
-def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
+def _parameter(variable: Any, gradient: Any, kind: Kind) -> Parameter:
     values = values_of(gradient)
-    is_known = form == "dense" and values.shape.is_fully_defined()
+    is_known = kind == "weights" and values.shape.is_fully_defined()
     shape = tuple(values.shape if is_known else variable.shape)
     if any(d is None for d in shape):
         raise PlanError(
@@ -403,7 +402,7 @@ def _parameter(variable: Any, gradient: Any, form: Gradient) -> Parameter:
         )
     dtype = values.dtype.name
     spec = GradientSpec(name_of(variable), tuple(map(int, shape)), dtype)
-    return Parameter(spec, dtype, form, device=device_of(variable))
+    return Parameter(spec, dtype, kind, device=device_of(variable))
 
 
 def _changed(gradient: Any, change: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
@@ -28,12 +28,9 @@ from tfscale.exchange.batch_shares import Rider
 from tfscale.exchange.residuals import Cuts, Residuals, Update
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.internals.keras import by_device
-from tfscale.plan.buckets import Bucket, GradientSpec, group_buckets
+from tfscale.plan.buckets import Bucket, GradientSpec, Kind, group_buckets
 from tfscale.plan.segments import SegmentedBucket, block_cuts, build_segments, row_cuts
 
-# "rows": IndexedSlices. "replicated", "partial": computed by a dense layer's call from the whole
-# batch, complete or for this rank's rows. "none": no gradient in this step.
-Gradient = Literal["none", "dense", "rows", "replicated", "partial"]
 QUANTIZED = ("int8", "int4")  # dtypes on the wire
 ChooseBuckets = Callable[[list[GradientSpec]], Sequence[Bucket]]
 
@@ -89,7 +86,7 @@ class Parameter:
 
     spec: GradientSpec  # path, shape and dtype of the variable
     wire_dtype: str  # dtype in which its gradient is sent, or a key of `_SUMS`
-    gradient: Gradient = "none"  # form of its gradient in the step that is traced
+    gradient: Kind = "none"  # "rows" of IndexedSlices; "weights", or what a dense layer computed
     is_local: bool = False  # whether its gradient stays on its rank
     is_whole: bool = False  # whether one rank must own all of it, if parameters are cut
     device: str = ""  # of the variable
@@ -112,9 +109,9 @@ class Table:
         """Positions of the parameters that are equal on all ranks."""
         return [i for i, p in enumerate(self.parameters) if not p.is_local]
 
-    def given(self, *forms: Gradient) -> list[int]:
-        """Return positions of the shared parameters with gradients of the given forms."""
-        return [i for i in self.shared if self.parameters[i].gradient in forms]
+    def given(self, *kinds: Kind) -> list[int]:
+        """Return positions of the shared parameters with gradients of the given kinds."""
+        return [i for i in self.shared if self.parameters[i].gradient in kinds]
 
     def buckets(self, positions: Sequence[int], choose: ChooseBuckets) -> list[tuple[int, ...]]:
         """Return the positions of each message of dense gradients, in slot order.
@@ -425,7 +422,7 @@ def compile_plan(
     first. It is a PlanError if messages that the user chose overlap.
     """
     cut = {i for bucket in segments for i in bucket.indices}
-    dense = [i for i in table.given("dense") if i not in cut]
+    dense = [i for i in table.given("weights") if i not in cut]
     made = {i: table.parameters[i].gradient for i in table.given("replicated", "partial")}
     # Each part with the position of its last gradient: back-propagation ends with position 0.
     found: list[tuple[int, Part]] = []
@@ -434,7 +431,7 @@ def compile_plan(
         part = lossy if sum_part is Sum else sum_part
         found.append((min(indices), part(indices)))
     found += [(i, Replicated((i,))) for i in made if i not in cut]
-    given = set(table.given("dense", "rows"))
+    given = set(table.given("weights", "rows"))
     for bucket in segments:
         # Of the whole bucket, even if a step has only some of its gradients.
         last, indices = min(bucket.indices), tuple(i for i in bucket.indices if i in given)

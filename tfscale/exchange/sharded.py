@@ -9,9 +9,9 @@ from typing import Literal
 from tfscale.comm.backends.base import Group
 from tfscale.config import is_count, require
 from tfscale.exchange.allreduce import Allreduce, require_bucket_mb
-from tfscale.exchange.base import DenseKind, DenseLayer, Exchange
+from tfscale.exchange.base import DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
-from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.plan.buckets import Kind, auto_bucket_bytes
 from tfscale.plan.layers import is_partial_cheaper
 
 DENSE = ("auto", "weights", "partial", "replicated")
@@ -86,14 +86,14 @@ class Sharded(Exchange):
 
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
-    ) -> list[tuple[DenseKind, str]]:
+    ) -> list[tuple[Kind, str]]:
         """Apply `dense` to each layer; see `Exchange.dense_kinds`."""
         return [dense_kind(self.dense, layer, size, global_batch) for layer in layers]
 
 
 def dense_kind(
     asked: str, layer: DenseLayer, size: int, global_batch: int | None
-) -> tuple[DenseKind, str]:
+) -> tuple[Kind, str]:
     """Return the exchange of a layer, and the reason if it is not the one that was asked for."""
     if asked == "weights" or layer.why_not:
         return "weights", layer.why_not if asked != "weights" else ""

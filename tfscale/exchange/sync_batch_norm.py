@@ -10,11 +10,12 @@ import tensorflow as tf
 from tfscale.comm.collectives import allgather
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import require
-from tfscale.internals.keras import wrap_once
+from tfscale.internals.classes import NormalizationByMoments
+from tfscale.internals.keras import wrap_moments_of
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
-class SyncBatchNormalization(keras.layers.BatchNormalization):
+class SyncBatchNormalization(NormalizationByMoments):
     """BatchNormalization whose training statistics are those of all ranks' samples together.
 
     Each layer exchanges 2 * channels + 1 values in the forward pass, and again in back-propagation.
@@ -51,8 +52,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         self._process_set = process_set if self._own_set is global_process_set else self._own_set
         return self._process_set is not before
 
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        return global_moments(self, inputs, mask, super()._moments(inputs, mask), self._process_set)
+    def moments(self, inputs: Any, mask: Any, own: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return mean and variance of the inputs of all ranks."""
+        return global_moments(self, inputs, mask, own, self._process_set)
 
 
 _SET = "_tfscale_process_set"
@@ -68,7 +70,7 @@ def synchronize(layer: Any, process_set: ProcessSet) -> bool:
         return moments_of_all
 
     before, vars(layer)[_SET] = vars(layer).get(_SET), process_set
-    wrap_once(layer, "_moments", of_all)
+    wrap_moments_of(layer, of_all)
     return before is not process_set
 
 

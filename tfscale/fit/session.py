@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfscale.comm import events, process, runtime
+from tfscale.comm import process, runtime
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
 from tfscale.internals.keras import set_callbacks
@@ -17,6 +17,7 @@ from tfscale.internals.optimizers import optimizer_of
 from tfscale.internals.traits import Traits, arrange
 from tfscale.measure import analysis
 from tfscale.optimizer.distributed import distributed_of
+from tfscale.trace import events
 
 _STEPS_KEPT = 32
 _EVENTS_KEPT = 1 << 16  # of these steps

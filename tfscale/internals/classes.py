@@ -65,17 +65,41 @@ _OF_GENERATOR = ("normal", "uniform", "truncated_normal", "uniform_full_int")
 Wrap = Callable[[Any], Any]
 
 
+class NormalizationByMoments(keras.layers.BatchNormalization):
+    """A BatchNormalization whose mean and variance of a batch a method changes."""
+
+    def moments(self, inputs: Any, mask: Any, own: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return mean and variance; `own` are those of the inputs."""
+        return own
+
+    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
+        return self.moments(inputs, mask, super()._moments(inputs, mask))
+
+
 class Patches:
-    """Replaced attributes of classes and modules; `undo` restores what was there before."""
+    """Replaced attributes of classes and modules; `undo` restores what was there before.
+
+    As a context manager it does so at the end of the block.
+    """
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
 
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute."""
+        self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
     def wrap(self, owner: Any, name: str, wrap: Wrap) -> None:
         """Replace a function by `wrap(function)`, under its own name and signature."""
         before = getattr(owner, name)
-        self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
-        setattr(owner, name, functools.wraps(before)(wrap(before)))
+        self.replace(owner, name, functools.wraps(before)(wrap(before)))
 
     def undo(self) -> None:
         """Restore all attributes, the last one first."""
@@ -91,8 +115,7 @@ class Patches:
         name, wrapped = function.__name__, functools.wraps(function)(wrap(function))
         for module in list(sys.modules.values()):
             if isinstance(module, types.ModuleType) and vars(module).get(name) is function:
-                self._replaced.append((module, name, function))
-                setattr(module, name, wrapped)
+                self.replace(module, name, wrapped)
 
     def wrap_for_program(self, owner: Any, name: str, wrap: Wrap) -> None:
         """Wrap a function for calls of the main program and the modules in its folder only."""

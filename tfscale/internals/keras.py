@@ -241,9 +241,14 @@ def switch_off_xla(model: keras.Model) -> None:
     model.jit_compile = False
 
 
-def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
-    """Train a compiled model with another optimizer."""
-    model.optimizer = optimizer
+def replace_optimizer(model: keras.Model, optimizer: Any, name: str = "optimizer") -> None:
+    """Train a compiled model with another optimizer, under one of its names."""
+    setattr(model, name, optimizer)
+
+
+def replace_function(model: keras.Model, name: str, function: Any) -> None:
+    """Replace the traced function of a model's steps: its `train_function`, for example."""
+    setattr(model, name, function)
 
 
 def write_to(logger: keras.callbacks.CSVLogger, filename: str) -> None:
@@ -274,6 +279,11 @@ def restore_methods(thing: Any, *names: str) -> None:
     """Let methods of one model or metric be those of its class again."""
     for name in names:
         vars(thing).pop(name, None)
+
+
+def wrap_moments_of(layer: keras.layers.Layer, wrap: Callable[[Any], Any]) -> None:
+    """Wrap the method (inputs, mask) with which one BatchNormalization sees a batch, once."""
+    wrap_once(layer, "_moments", wrap)
 
 
 def replaced_call(layer: keras.layers.Layer) -> Any:

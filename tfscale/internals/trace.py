@@ -4,8 +4,8 @@ Checked with TensorFlow 2.18 and 2.21: `FuncGraph.outer_graph`, `FuncGraph.captu
 `ControlFlowFuncGraph`,
 `control_flow_util.GraphOrParentsInXlaContext`, `FunctionCache`, `polymorphic_function.Function`
 (`_function_cache`, `_lock`, `_created_variables`, `_variable_creation_config`,
-`_no_variable_creation_config`), `Tensor._handle_data`; `ag_error_metadata` of errors in functions
-that AutoGraph converts.
+`_no_variable_creation_config`), `Tensor._handle_data`, `device_lib.list_local_devices`;
+`ag_error_metadata` of errors in functions that AutoGraph converts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.function.polymorphism.function_cache import FunctionCache
+from tensorflow.python.client import device_lib
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util
@@ -321,6 +322,11 @@ def ops_of(concrete: Any) -> set[str]:
     definition = concrete.graph.as_graph_def()
     functions = (function.node_def for function in definition.library.function)
     return {node.op for nodes in (definition.node, *functions) for node in nodes}
+
+
+def memory_limit(device: str) -> int:
+    """Return the bytes that TensorFlow may use of a device, such as "/device:GPU:0"."""
+    return {d.name: d.memory_limit for d in device_lib.list_local_devices()}[device]
 
 
 def set_attribute(op: tf.Operation, name: str, text: str) -> None:

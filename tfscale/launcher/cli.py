@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
 import secrets
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfscale.comm.places import Places, parse_places, require_hosts, spread
 from tfscale.config import ConfigError, ExchangeError, environment, variable_name
 from tfscale.exchange import EXCHANGES
 from tfscale.launcher import mpi_command
@@ -22,10 +26,10 @@ from tfscale.launcher.doctor import examine
 from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
-from tfscale.launcher.tune import add_tune
 from tfscale.native import cache as library
 from tfscale.native.cores import count_cores
 from tfscale.transparent.__main__ import read_verify
+from tfscale.tune import add_tune
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
@@ -195,22 +199,22 @@ def _split_python(command: Sequence[str]) -> tuple[list[str], list[str]]:
     return [*command[:at]], [] if "-" in command[at : at + 1] else [*command[at:]]
 
 
-def _read_places(options: argparse.Namespace) -> mpi_command.Places:
+def _read_places(options: argparse.Namespace) -> Places:
     """Return all hosts; those of a host file only for restarts, which may leave some out."""
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError(
             f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
         )
     if options.hosts is not None:
-        return mpi_command.parse_places(mpi_command.require_hosts(options.hosts, "-H"))
+        return parse_places(require_hosts(options.hosts, "-H"))
     if options.hostfile is None:
         return ()
     try:
         text = Path(options.hostfile).read_text()
     except OSError as error:
         raise ConfigError(f"The host file must be readable. Received: {error}.") from error
-    mpi_command.require_hosts(text, f"--hostfile {options.hostfile}")
-    return mpi_command.parse_places(text) if options.restarts else ()
+    require_hosts(text, f"--hostfile {options.hostfile}")
+    return parse_places(text) if options.restarts else ()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -227,7 +231,7 @@ def _run(options: argparse.Namespace) -> int:
     _prepare_library(dataclasses.replace(spec, hosts=rule.places), mpi, environ)
     given = {**environ, **(spec.environment or {})}
     if rule.places:
-        first = dataclasses.replace(spec, hosts=mpi_command.spread(rule.places, spec.size))
+        first = dataclasses.replace(spec, hosts=spread(rule.places, spec.size))
         check_hosts(first, mpi, given)
     elif not (spec.is_slurm or spec.hostfile) and environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
         print(
@@ -299,9 +303,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     # Imported here: matplotlib and its fonts take a second.
-    from tfscale.comm.chrome import merge_parts
     from tfscale.measure import report as communication
     from tfscale.measure import theta
+    from tfscale.trace.chrome import merge_parts
 
     folder = Path(options.directory)
     has_theta = (folder / theta.FILE_NAME).is_file()
@@ -326,12 +330,24 @@ COMMANDS = {
 }
 
 
+def run_apart(words: Sequence[str]) -> int:
+    """Run a command line in a process that ends with this one; return its exit code.
+
+    What it writes goes to the standard error of this one.
+    """
+    command = [sys.executable, "-m", "tfscale.launcher.cli", *words]
+    end_too = functools.partial(mpi_command.set_death_signal, signal.SIGTERM)
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=end_too
+    ).returncode
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="tfscale", description="Trains Keras models on several processes."
     )
-    parser.set_defaults(run_command=main)  # for commands that start ranks
+    parser.set_defaults(run_command=main, run_apart=run_apart)  # for commands that start ranks
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     words = sys.argv[1:] if argv is None else list(argv)
     # Add only the command in use: modules of others may import TensorFlow, which takes seconds.

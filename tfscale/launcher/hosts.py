@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tfscale.comm.places import is_this_host
 from tfscale.config import ConfigError, variable_name
-from tfscale.launcher.mpi_command import LaunchSpec, Mpi, is_this_host
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi
 from tfscale.launcher.reports import Start
 
 # Seconds that a host has to answer before the start.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, read_input_shape, read_numbers
 from tfscale.files import has_matplotlib
 from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
@@ -78,25 +78,6 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.set_defaults(handler=_plan)
 
 
-def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
-    """Return the numbers in "1,2,4", each at least `least`."""
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < least:
-        raise ConfigError(
-            f"{name} must be numbers of {least} or more with commas between them. "
-            f"Received: {name} {text}. Example: {name} 1,2,4"
-        )
-    return numbers
-
-
-def read_input_shape(options: argparse.Namespace) -> tuple[int, ...] | None:
-    """Return the numbers of `--input-shape`, or None."""
-    return read_numbers(options.input_shape, "--input-shape") if options.input_shape else None
-
-
 def _find_table(options: argparse.Namespace) -> LayerTable:
     """Return the model that `--model`, `--model-file` and `--input-shape` name."""
     if options.model and ":" not in options.model:
@@ -110,7 +91,7 @@ def _find_table(options: argparse.Namespace) -> LayerTable:
     from tfscale.measure.model_layers import find_model, read_layers
 
     model = find_model(options.model, options.model_file)
-    return read_layers(model, read_input_shape(options))
+    return read_layers(model, read_input_shape(options.input_shape))
 
 
 def _plan(options: argparse.Namespace) -> int:

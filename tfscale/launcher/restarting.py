@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tfscale.comm.places import Places, spread
 from tfscale.comm.process import STOP_VARIABLE
 from tfscale.config import PREEMPTED, ConfigError, require, setting
 from tfscale.launcher import hosts, mpi_command
@@ -27,7 +28,7 @@ class RestartRule:
 
     restarts: int = 0
     min_ranks: int | None = None  # None: as many as at first
-    places: mpi_command.Places = ()  # spare ones included; empty for this host alone
+    places: Places = ()  # spare ones included; empty for this host alone
     grace_s: float = 30.0  # time of ranks to end after a signal to the launcher
 
 
@@ -71,7 +72,7 @@ def pause_s(n_short: int) -> float:
     return min(_MAX_PAUSE_S, 2.0 ** min(n_short, 10))
 
 
-def lost_place(outcome: Outcome, hosts: mpi_command.Places) -> tuple[str, int] | None:
+def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
     """Return the place that `--min-np` allows to leave out after a failure: (host, ranks).
 
     That is the host of the failed rank with all its ranks, or one place of this host if `hosts` is
@@ -88,8 +89,8 @@ def lost_place(outcome: Outcome, hosts: mpi_command.Places) -> tuple[str, int] |
 
 
 def next_places(
-    places: mpi_command.Places, lost: tuple[str, int] | None, rule: RestartRule, size: int
-) -> mpi_command.Places | None:
+    places: Places, lost: tuple[str, int] | None, rule: RestartRule, size: int
+) -> Places | None:
     """Return the places of the next attempt, or None; `places` are those on hosts that answer.
 
     Without `min_ranks` these are all places, if they suffice for `size` ranks. With it, the places
@@ -137,7 +138,7 @@ class Job:
         self._closes = closes
         self._start_s = setting("start_s", given)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
-        self._places: mpi_command.Places = rule.places or (("", spec.size),)
+        self._places: Places = rule.places or (("", spec.size),)
         self._n_restarts = self._n_short = 0
         # At SIGTERM srun kills the ranks, and Open MPI's mpirun gives them one second; both only
         # pass on SIGUSR1.
@@ -159,7 +160,7 @@ class Job:
         size = self._spec.size
         if self._n_restarts:
             size = min(size, sum(n for _, n in self._places))
-        used = mpi_command.spread(self._places, size) if self._rule.places else ()
+        used = spread(self._places, size) if self._rule.places else ()
         spec = dataclasses.replace(self._spec, size=size, hosts=used)
         given = dict(spec.environment or {})
         present = {**self._environ, **given}
@@ -220,7 +221,7 @@ class Job:
         )
         return True
 
-    def _find_places(self) -> mpi_command.Places:
+    def _find_places(self) -> Places:
         if len(self._places) < 2:
             return self._places  # The restart itself shows whether a single host answers.
         return tuple((name, n) for name, n in self._places if self._answers(name))

@@ -4,7 +4,7 @@ Definitions, for the collectives ("slots") that one rank posted within one step,
 
 * A slot is posted when all its inputs exist. It is started and ended by the communication thread.
 * A mark is the post of a slot, or a stamp: the time at which the update of some variables is done
-  (`tfscale.comm.events.stamp_updates`). A mark needs the slots whose results it depends on in the
+  (`tfscale.trace.events.stamp_updates`). A mark needs the slots whose results it depends on in the
   traced graph (`collectives_before`). The rank is busy, computing for the mark, from the end of the
   last slot that the mark needs until the mark.
 * The rank is blocked while a slot is posted and not ended, and the rank is not busy. A slot that
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfscale.comm.stamps import INPUT_SLOT, has_slot, wait_slot
+from tfscale.trace.stamps import INPUT_SLOT, has_slot, wait_slot
 
 EAGER = -1  # plan of a collective outside of traced functions: its caller waits for it
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import keras
 
 from tfscale.comm import objects, runtime
-from tfscale.comm.events import has_events
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import dense
@@ -28,12 +27,12 @@ from tfscale.measure import layer_times
 from tfscale.measure.model_layers import read_layers
 from tfscale.optimizer.distributed import accumulators, distributed_of
 from tfscale.optimizer.rules import LAYERWISE
-from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
+from tfscale.plan.buckets import BYTES_PER_VALUE, Kind, owner_of
 from tfscale.plan.choose import Choice, best_first_chunk, choose
 from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import explain
 from tfscale.plan.layers import Layer, LayerTable
-from tfscale.plan.parts import Kind
+from tfscale.trace.events import has_events
 
 logger = logging.getLogger("tfscale")
 

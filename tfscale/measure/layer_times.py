@@ -19,7 +19,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
-from tfscale.comm.events import Listener, clock_ns
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import settings
 from tfscale.plan.buckets import BYTES_PER_VALUE, owner_of
@@ -28,6 +27,7 @@ from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import LayerTimes, Machine
 from tfscale.plan.parts import bucketed
 from tfscale.plan.simulate import simulate
+from tfscale.trace.events import Listener, clock_ns
 
 _REPEATS = 5
 _LARGE = 2**22  # values that are read and written

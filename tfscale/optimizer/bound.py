@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.events import stamp_updates
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
@@ -32,6 +31,7 @@ from tfscale.optimizer import futures
 from tfscale.optimizer.nonfinite import NonFinite
 from tfscale.optimizer.rules import on_pieces, require_keras, warn_of_sums, why_uncut, why_whole
 from tfscale.optimizer.state import KeptState, Slots, n_bytes
+from tfscale.trace.events import stamp_updates
 
 logger = logging.getLogger("tfscale")
 

@@ -37,6 +37,7 @@ from tfscale.internals.optimizers import (
     update_rule,
 )
 from tfscale.internals.trace import drop_traces
+from tfscale.internals.tracking import Represented
 from tfscale.optimizer import first_step
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.bound import Bound
@@ -52,7 +53,7 @@ from tfscale.plan.buckets import owner_of
 logger = logging.getLogger("tfscale")
 
 
-class DistributedOptimizer(wrapt.ObjectProxy):
+class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     """A Keras optimizer that applies gradients reduced over all ranks.
 
     A transparent proxy: every attribute, including `__class__`, is the wrapped optimizer's, so
@@ -461,23 +462,19 @@ class DistributedOptimizer(wrapt.ObjectProxy):
             return
         kept.load([np.asarray(store[str(i)]) for i in range(len(store))])
 
-    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        kept = self._self_bound.kept
-        if kept is None:
-            return self.__wrapped__._trackable_children(save_type, **options)
-        return kept.node._trackable_children(save_type, **options)
-
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+    def in_checkpoint(self, restores: bool) -> Any:
+        """Return what stands for the optimizer in a tf.train.Checkpoint: its complete state."""
         kept = self._self_bound.kept
         if kept is not None:
-            return kept.node._lookup_dependency(name)
-        if not self.__wrapped__.built and runtime.is_initialized() and self.shares_state:
+            return kept.node
+        is_open = restores and not self.__wrapped__.built
+        if is_open and runtime.is_initialized() and self.shares_state:
             raise ConfigError(
                 "A checkpoint must be restored into a sharded optimizer after it is built, or "
                 f"its state would be lost. Received: {self.__wrapped__.name}, not built. Call "
                 "tfscale.prepare(model), or optimizer.build(variables), before restoring."
             )
-        return self.__wrapped__._lookup_dependency(name, cached_dependencies)
+        return self.__wrapped__
 
     def memory_report(self) -> dict[str, int]:
         """Return how much memory the optimizer takes.

@@ -1,8 +1,8 @@
 """Complete state of an optimizer whose ranks hold parts: gather, keep, load and checkpoint it.
 
 `KeptState` gathers state, keeps the result and cuts state that is loaded; `Slots` are the parts in
-checkpoints of tfscale; `Meeting` waits for the ranks; `_Node` presents complete state to
-tf.train.Checkpoint.
+checkpoints of tfscale; `Meeting` waits for the ranks. For tf.train.Checkpoint a node stands for
+the optimizer, with complete state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.checkpoint.tensor_callable import Callable as TensorCallable
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
@@ -33,10 +32,10 @@ from tfscale.internals.optimizers import (
     slots_of,
     trained_by,
 )
+from tfscale.internals.tracking import ReplacingNode, ValueNode
 
 Version = tuple[int, ...]
 _MASTER = "weight"  # begins the names of exact parts of weights
-_VALUE = "VARIABLE_VALUE"  # TensorFlow's name of the value of a variable in a checkpoint
 
 
 class KeptState:
@@ -62,8 +61,8 @@ class KeptState:
         # What stands for the optimizer in a checkpoint: the model's variables for pieces of them,
         # and complete slots for parts.
         replaced = {id(p): (p, shards.variables[i]) for i, p in shards.pieces.items()}
-        replaced |= {id(v): (v, _Slot(self, optimizer, v)) for v in self.parts}
-        self.node = _Node(optimizer, replaced)
+        replaced |= {id(v): (v, self._node_of(v)) for v in self.parts}
+        self.node = ReplacingNode(optimizer, replaced)
         self._n_loads = 0
         self._arrays: list[np.ndarray] | None = None
         self._gathered_at: Version | None = None
@@ -222,6 +221,18 @@ class KeptState:
         return [v.numpy() if place < 0 else value for (v, place), value in kept]
 
     # Loading
+
+    def _node_of(self, part: Any) -> ValueNode:
+        """Return what stands for a part in a checkpoint: gathered when saved, cut when restored."""
+
+        def index() -> int:
+            return next(i for i, own in enumerate(self._optimizer.variables) if own is part)
+
+        return ValueNode(
+            part,
+            read=lambda: self.read("writing a checkpoint")[index()],
+            restore=lambda value: self.load([value], index(), keeps=False),
+        )
 
     def load(self, state: Sequence[np.ndarray], first: int = 0, keeps: bool = True) -> None:
         """Load this rank's part of a complete state, of variables from index `first` on.
@@ -414,59 +425,6 @@ class Meeting:
             self._attempt.set_result(bool(self._least(tf.constant(int(is_wanted)))))
         except Exception as error:  # Raised where a rank waits.
             self._attempt.set_exception(error)
-
-
-class _Slot(tf.__internal__.tracking.Trackable):
-    """A checkpoint node for a whole variable: gathered when saved, cut when restored."""
-
-    def __init__(self, kept: KeptState, optimizer: Any, variable: Any) -> None:
-        self._kept, self._optimizer, self._variable = kept, optimizer, variable
-
-    @property
-    def _index(self) -> int:
-        variables = self._optimizer.variables
-        return next(i for i, own in enumerate(variables) if own is self._variable)
-
-    def _serialize_to_tensors(self) -> dict[str, Any]:
-        def read() -> tf.Tensor:
-            return tf.convert_to_tensor(self._kept.read("writing a checkpoint")[self._index])
-
-        device = self._variable.value.device
-        return {_VALUE: TensorCallable(read, tf.as_dtype(self._variable.dtype), device)}
-
-    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> None:
-        self._kept.load([np.asarray(restored_tensors[_VALUE])], self._index, keeps=False)
-
-
-class _Node(tf.__internal__.tracking.Trackable):
-    """An object of the optimizer in a checkpoint, with whole variables in the place of parts.
-
-    `replaced` has objects by their `id`, each with what stands for it. The object is kept so that
-    its id stays its own.
-    """
-
-    def __init__(self, owner: Any, replaced: dict[int, tuple[Any, Any]]) -> None:
-        self._owner, self._replaced = owner, replaced
-
-    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        found = self._owner._trackable_children(save_type, **options)
-        if save_type != "checkpoint":
-            return found
-        return {name: self._replace(child) for name, child in found.items()}
-
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        del cached_dependencies
-        return self._trackable_children().get(name)
-
-    def _replace(self, child: Any) -> Any:
-        is_known = id(child) in self._replaced or isinstance(child, tf.Module | tf.Variable)
-        if not is_known and self._holds_parts(child):
-            self._replaced[id(child)] = child, _Node(child, self._replaced)
-        return self._replaced.get(id(child), (child, child))[1]
-
-    def _holds_parts(self, owner: Any) -> bool:
-        below = owner._trackable_children("checkpoint").values()
-        return any(id(c) in self._replaced or self._holds_parts(c) for c in below)
 
 
 def n_bytes(variables: Any) -> int:

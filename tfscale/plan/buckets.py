@@ -24,6 +24,15 @@ _AUTO_LEAST = 1024 * 1024
 _AUTO_MOST = 16 * 1024 * 1024
 
 
+# How the gradient of a variable is exchanged.
+# "none": there is none in this step. "weights": each rank has that of its samples, and sends it; a
+# plan says more: "allreduce" sums it everywhere, "sharded" gives each rank the sum of its segment,
+# and the parameters are gathered after the update. "rows": the same with some rows only.
+# "replicated", "partial": ranks exchange a dense layer's activations and output gradients; each
+# computes the gradient of the whole batch, all of it or that of its own rows.
+Kind = Literal["none", "weights", "allreduce", "sharded", "rows", "replicated", "partial"]
+
+
 @dataclass(frozen=True)
 class GradientSpec:
     """A dense gradient: path of its variable, such as "dense/kernel", shape, dtype on the wire."""

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tfscale.files import sha256
-from tfscale.plan.buckets import BYTES_PER_VALUE, auto_bucket_bytes
+from tfscale.plan.buckets import BYTES_PER_VALUE, Kind, auto_bucket_bytes
 from tfscale.plan.costs import Scenario
 from tfscale.plan.parts import (
     KINDS,
-    Kind,
     LayerPart,
     LayerPlan,
     bucketed,

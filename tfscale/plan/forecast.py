@@ -8,7 +8,7 @@ from typing import Any
 
 from tfscale.config import ConfigError
 from tfscale.plan import parts
-from tfscale.plan.buckets import auto_bucket_bytes
+from tfscale.plan.buckets import Kind, auto_bucket_bytes
 from tfscale.plan.choose import LEAST_GAIN, PLAIN, Choice, choose, plain_plan, written_exchanges
 from tfscale.plan.costs import Scenario, allreduce_s
 from tfscale.plan.simulate import Prediction, simulate, simulate_local_sgd
@@ -210,7 +210,7 @@ def explain(scenario: Scenario, choice: Choice) -> str:
     return "\n".join([*lines, *grid(head, body, ("parameter", "exchange", "why")), ""])
 
 
-def _wire_s(scenario: Scenario, place: int, kind: parts.Kind) -> float:
+def _wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
     """Return the time of sending a layer's parameters alone, including sums."""
     messages = parts.message_bytes(scenario, place, kind)
     if kind == "allreduce":

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from tfscale.plan.buckets import BYTES_PER_VALUE, Bucket, GradientSpec, build_buckets, build_chunks
+from tfscale.plan.buckets import (
+    BYTES_PER_VALUE,
+    Bucket,
+    GradientSpec,
+    Kind,
+    build_buckets,
+    build_chunks,
+)
 from tfscale.plan.costs import Algorithm, Scenario, share
 from tfscale.plan.layers import Layer, LayerTable
 
-Kind = Literal["allreduce", "sharded", "partial", "replicated"]
+# What a planner chooses from.
 KINDS: tuple[Kind, ...] = ("allreduce", "sharded", "partial", "replicated")
 
 

@@ -60,7 +60,7 @@ def take_collectives() -> list[Collective]:
 
     Empty without the engine, which alone records them.
     """
-    from tfscale.comm import events
+    from tfscale.trace import events
 
     if not events.has_events():
         return []
@@ -75,7 +75,7 @@ def listen() -> Any:
 
     They include stamps, which have negative slots: the times at which computation came to a place.
     """
-    from tfscale.comm.events import Listener
+    from tfscale.trace.events import Listener
 
     return Listener()
 

@@ -27,7 +27,6 @@ from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, Synchroni
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.eager import raise_own_errors
-from tfscale.comm.start import init
 from tfscale.config import ConfigError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
@@ -36,7 +35,13 @@ from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import running_session
 from tfscale.internals.classes import Patches, arguments_of, metrics_in_order
-from tfscale.internals.keras import drop_functions, layers_of, replace_methods, restore_methods
+from tfscale.internals.keras import (
+    drop_functions,
+    layers_of,
+    replace_methods,
+    replace_optimizer,
+    restore_methods,
+)
 from tfscale.internals.optimizers import (
     inner_optimizers,
     is_wrapped,
@@ -45,6 +50,7 @@ from tfscale.internals.optimizers import (
 )
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
+from tfscale.start import init
 from tfscale.transparent import files, steps
 from tfscale.transparent.batches import BatchComparison, OrderedPipelines
 from tfscale.transparent.files import WrittenOnce, share_logs
@@ -242,7 +248,7 @@ class Distributed:
                 wrapped[id(value)] = DistributedOptimizer(
                     value, exchange=self._exchange, repeated_indices="keras"
                 )
-            setattr(model, name, wrapped[id(value)])
+            replace_optimizer(model, wrapped[id(value)], name)
         rules = (update_rule(o.__wrapped__) for o in optimizers_of(model) if is_wrapped(o))
         self._updated_by.update(rules)  # not the wrappers, which end when a model is compiled again
         return batches

@@ -38,7 +38,7 @@ from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.dense import own_calls
 from tfscale.fit.metric_updates import flat_items, metrics_of
 from tfscale.internals.classes import Patches
-from tfscale.internals.keras import layers_of, raw_variable
+from tfscale.internals.keras import layers_of, raw_variable, replace_function
 from tfscale.internals.optimizers import iterations_of, optimizers_of, trained_by
 from tfscale.internals.trace import captured_variables, current_graph, ops_of
 from tfscale.optimizer.distributed import DistributedOptimizer
@@ -49,7 +49,7 @@ from tfscale.transparent.differences import Difference, Value, explain, find_dif
 logger = logging.getLogger("tfscale")
 
 Verify = Literal["off", "first"] | int
-Kind = Literal["train", "test", "predict"]
+StepKind = Literal["train", "test", "predict"]
 
 _METHODS = {"train": "fit", "test": "evaluate", "predict": "predict"}
 # Ops that act outside of the step: they would act again.
@@ -144,7 +144,7 @@ class Verifier:
 
         return draw_or_repeat
 
-    def _checking(self, kind: Kind) -> Callable[[Any], Any]:
+    def _checking(self, kind: StepKind) -> Callable[[Any], Any]:
         name = f"{kind}_function"
 
         def wrap(make: Any) -> Any:
@@ -154,7 +154,7 @@ class Verifier:
                 function = getattr(model, name)
                 if function is not before:
                     function = _CheckedFunction(self, model, kind, function)
-                    setattr(model, name, function)
+                    replace_function(model, name, function)
                 return function
 
             return make_function
@@ -165,7 +165,7 @@ class Verifier:
         """Return whether to verify the call of a function after `n_calls` calls."""
         return n_calls == 0 or (self._every > 0 and n_calls % self._every == 0)
 
-    def verify(self, model: keras.Model, kind: Kind, batch: Any, spec: Any) -> None:
+    def verify(self, model: keras.Model, kind: StepKind, batch: Any, spec: Any) -> None:
         """Raise a ConfigError on all ranks if a step differs from that of one process. Collective.
 
         Args:
@@ -228,7 +228,7 @@ class Verifier:
     def _compare(
         self,
         model: keras.Model,
-        kind: Kind,
+        kind: StepKind,
         plain: Any,
         spec: Any,
         shared: _Trial,
@@ -304,7 +304,7 @@ def _why_weights_differ(model: keras.Model) -> str:
     return "" if len(set(digests)) == 1 else "groups of ranks have weights of their own"
 
 
-def _tell_not_compared(model: keras.Model, kind: Kind, reason: str) -> None:
+def _tell_not_compared(model: keras.Model, kind: StepKind, reason: str) -> None:
     if runtime.rank() == 0:
         logger.warning(
             "The first step of %s of model %r was not compared with that of one process: %s.",
@@ -315,7 +315,9 @@ def _tell_not_compared(model: keras.Model, kind: Kind, reason: str) -> None:
 class _CheckedFunction:
     """A train, test or predict function of a model that verifies steps before it runs them."""
 
-    def __init__(self, verifier: Verifier, model: keras.Model, kind: Kind, function: Any) -> None:
+    def __init__(
+        self, verifier: Verifier, model: keras.Model, kind: StepKind, function: Any
+    ) -> None:
         self._verifier, self._model, self._kind = verifier, model, kind
         self._function = function
         self._n_calls = 0
@@ -404,7 +406,7 @@ class _Trial:
         self,
         verifier: Verifier,
         model: keras.Model,
-        kind: Kind,
+        kind: StepKind,
         step: Any,
         spec: Any,
         is_shared: bool,

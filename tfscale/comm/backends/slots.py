@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops import control_flow_util
 
 from tfscale.comm.backends.base import Call
 from tfscale.config import ExchangeError, PlanError
+from tfscale.internals.trace import is_compiled_by_xla, is_function
 
 EAGER = -1
 COUNT = re.compile(r"_\d+(?=\W|_|$)")  # number that a process appends to repeated names
@@ -59,7 +58,7 @@ class Slots:
                 )
             return Position(EAGER, 0)
         graph = tf.compat.v1.get_default_graph()
-        if control_flow_util.GraphOrParentsInXlaContext(graph):
+        if is_compiled_by_xla(graph):
             raise ExchangeError(
                 "No collective can run inside a function that XLA compiles. Received: "
                 f"jit_compile=True for {call.label}. Compile with jit_compile=False, or let "
@@ -82,7 +81,7 @@ class Slots:
     def _plan_of(self, graph: tf.Graph, call: Call) -> int:
         plans = self._plans.setdefault(graph, {})
         stream = call.stream or ("gradients" if call.after else "calls")
-        if not isinstance(graph, FuncGraph):  # of a TF 1 session: it may grow after it has run
+        if not is_function(graph):  # of a TF 1 session: it may grow after it has run
             stream = f"{stream} {len(plans)}"
         key = (call.group.id, stream)
         if key not in plans:

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import Call
-from tfscale.comm.stamps import INPUT_SLOT, STAMP, has_slot, wait_slot
 from tfscale.config import ExchangeError
 from tfscale.internals.keras import by_device, raw_variable
+from tfscale.internals.trace import is_function
+from tfscale.trace.stamps import INPUT_SLOT, STAMP, has_slot, wait_slot
 
 _lock = threading.Lock()
 _N_ROUNDS = 24
@@ -112,7 +112,7 @@ def stamp_updates(variables: Sequence[Any]) -> None:
 
 def _stamp_waits(graph: tf.Graph, ops: Sequence[tf.Operation]) -> None:
     """Record when the batch exists, and when layers wait for nothing but their parameters."""
-    if not isinstance(graph, FuncGraph):
+    if not is_function(graph):
         return
     captured = {tensor.name for tensor in graph.internal_captures}
     given = [t for t in graph.inputs if t.name not in captured]

@@ -1,27 +1,24 @@
 """The commands `tfscale tune batch-size`, `groups`, `compression` and `links`.
 
-TensorFlow is imported when a handler runs, and by the ranks that it starts.
+TensorFlow is imported when a handler runs, and by the ranks that it starts. The command line, which
+starts ranks, adds to the options how it does so: `run_command` and `run_apart`.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfscale.config import ConfigError, require
-from tfscale.launcher.mpi_command import is_this_host, parse_places, require_hosts, set_death_signal
-from tfscale.launcher.plan import read_input_shape, read_numbers
+from tfscale.comm.places import is_this_host, parse_places, require_hosts
+from tfscale.config import ConfigError, read_input_shape, read_numbers, require
 
 _COMPRESSIONS = "none,bf16,int8,int4,low_rank"
 _SIZES = "16,32,64,128,256,512,1024"
@@ -60,8 +57,8 @@ def _add_batch_size(tuners: argparse._SubParsersAction) -> None:
 
 
 def _tune_batch_size(options: argparse.Namespace) -> int:
-    from tfscale.launcher.tune.scripts import measure_script
     from tfscale.measure.batch_size import write_report
+    from tfscale.tune.scripts import measure_script
 
     _make_folder(options.output)
     made = _made("batch-size", options, ("sizes", "samples", "stages"))
@@ -173,21 +170,17 @@ def _run_probe(ranks: int, settings: dict[str, Any], options: argparse.Namespace
     with tempfile.TemporaryDirectory() as folder:
         result, hosts = Path(folder) / "probe.json", vars(options).get("hosts")
         settings |= {"output": str(result)}
-        command = [
-            *(sys.executable, "-m", "tfscale.launcher.cli", "run", "-np", str(ranks)),
+        words = [
+            *("run", "-np", str(ranks)),
             *(("-H", hosts, "--") if hosts else ()),
-            *(sys.executable, "-m", "tfscale.launcher.tune.scripts", json.dumps(settings)),
+            *(sys.executable, "-m", "tfscale.tune.scripts", json.dumps(settings)),
             *(options.script, *options.arguments),
         ]
-        # The job ends where this process is ended.
-        end_too = functools.partial(set_death_signal, signal.SIGTERM)
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=end_too
-        )
-        if done.returncode or not result.exists():
+        code = options.run_apart(words)
+        if code or not result.exists():
             raise ConfigError(
                 "The script must train with model.fit for all steps of a probe. Received: exit "
-                f"code {done.returncode} with {ranks} ranks. Its output is above."
+                f"code {code} with {ranks} ranks. Its output is above."
             )
         return json.loads(result.read_text())
 
@@ -266,7 +259,7 @@ def _tune_links(options: argparse.Namespace) -> int:
     require(options.batch >= 1, "--batch", "1 or more", options.batch, "Use 32.")
     spread = options.max_spread
     require(spread >= 0, "--max-spread", "0 or more", spread, "Use 0.3.")
-    read_input_shape(options)
+    read_input_shape(options.input_shape)
     path = Path(options.output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,5 +275,5 @@ def _tune_links(options: argparse.Namespace) -> int:
         words += ["-H", options.hosts]
     names = ("output", "model", "model_file", "input_shape", "batch", "max_spread")
     settings = json.dumps({name: vars(options)[name] for name in names})
-    words += ["--", sys.executable, "-m", "tfscale.launcher.tune.links", settings]
+    words += ["--", sys.executable, "-m", "tfscale.tune.links", settings]
     return int(options.run_command(words))

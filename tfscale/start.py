@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import config
-from tfscale.comm import objects, process, runtime, timeline
+from tfscale.comm import objects, process, runtime
 from tfscale.comm.backends.base import Backend, SingleBackend
 from tfscale.comm.backends.engine import EngineBackend, load
 from tfscale.comm.backends.horovod import HorovodBackend, is_installed, load_horovod
@@ -23,6 +23,7 @@ from tfscale.comm.warnings import watch_first_fit
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.native import mpi_files
 from tfscale.native.cores import count_cores, share_of_cores
+from tfscale.trace import timeline
 
 logger = logging.getLogger("tfscale")
 
@@ -46,7 +47,7 @@ def init(
         process_sets: `ProcessSet` objects or lists of ranks to add. Sets may always be added
             later, too: Horovod's "dynamic" is accepted.
         backend: "auto", "engine" (MPI), "horovod" (Gloo, NCCL or MPI) or "single"; "auto" reads
-            TFSCALE_BACKEND, then chooses: see `tfscale.comm.start.choose_backend`.
+            TFSCALE_BACKEND, then chooses: see `tfscale.start.choose_backend`.
         independent: Whether ranks train models of their own, such as one trial each, with plain
             Keras optimizers: no warning then.
 

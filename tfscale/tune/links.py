@@ -1,6 +1,6 @@
 """The ranks' program of `tfscale tune links`: measure links, and a model's layers on them.
 
-Usage: python -m tfscale.launcher.tune.links SETTINGS, the options of the command in JSON. Messages
+Usage: python -m tfscale.tune.links SETTINGS, the options of the command in JSON. Messages
 and sums are measured through the backend, beside matrix products and memory.
 """
 
@@ -20,17 +20,17 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
-from tfscale.comm import collectives, events, objects, runtime
+from tfscale.comm import collectives, objects, runtime
 from tfscale.comm.runtime import ProcessSet, own_process_set
-from tfscale.config import ConfigError, ExchangeError
+from tfscale.config import ConfigError, ExchangeError, read_input_shape
 from tfscale.exchange.auto import per_layer
-from tfscale.launcher.plan import read_input_shape
 from tfscale.measure import layer_times
 from tfscale.measure.model_layers import find_model, inputs_of, read_layers
 from tfscale.plan.buckets import BYTES_PER_VALUE
 from tfscale.plan.costs import share
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine
+from tfscale.trace import events
 
 SIZES = tuple(4**n for n in range(6, 13))  # 4 KiB to 16 MiB
 ROUNDS = 7
@@ -181,7 +181,7 @@ def machine_from(
 
 def measure_model(machine: Machine, options: argparse.Namespace, model: keras.Model) -> Machine:
     """Return the machine with measured times of a model's layers. Collective."""
-    shape, size = read_input_shape(options), runtime.size()
+    shape, size = read_input_shape(options.input_shape), runtime.size()
     table = read_layers(model, shape)
     random = np.random.default_rng(runtime.rank())
 
@@ -273,7 +273,7 @@ def main(options: argparse.Namespace) -> int:
     model = None
     if options.model or options.model_file:  # before the measurements, which take minutes
         model = find_model(options.model, options.model_file)
-        inputs_of(model, read_input_shape(options))
+        inputs_of(model, read_input_shape(options.input_shape))
     between = measure_links(tfscale.global_process_set)
     inside = measure_inside() if 1 < local < size else []
     machine = machine_from(between, inside, measure_compute())

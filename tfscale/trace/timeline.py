@@ -7,11 +7,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tfscale.comm import chrome, objects, runtime
-from tfscale.comm import events as recorder
-from tfscale.comm.chrome import FILE_NAME, Collective, Span, part_path, write_trace
-from tfscale.comm.events import ClockMap
+from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError
+from tfscale.trace import chrome
+from tfscale.trace import events as recorder
+from tfscale.trace.chrome import FILE_NAME, Collective, Span, part_path, write_trace
+from tfscale.trace.events import ClockMap
 
 logger = logging.getLogger("tfscale")
 _DRAIN_S = 2.0  # the engine keeps 65,536 collectives

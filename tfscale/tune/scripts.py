@@ -3,7 +3,7 @@
 `measure_script` measures gradients at chosen epochs, in this process. As a program this module is
 one rank of `tfscale tune groups`: it trains for some steps of local SGD and writes the distances
 between the groups' models; or one of `tfscale tune compression`, which writes steps and a metric.
-Usage: python -m tfscale.launcher.tune.scripts SETTINGS script.py ...
+Usage: python -m tfscale.tune.scripts SETTINGS script.py ...
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -29,6 +28,7 @@ from tfscale.callbacks.local_models import LocalModels
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
+from tfscale.internals.classes import Patches
 from tfscale.internals.keras import (
     replace_optimizer,
     steps_until,
@@ -66,12 +66,10 @@ class Done(Exception):
 def _run(words: Sequence[str], fit: Callable[..., Any]) -> None:
     """Run a script with its arguments and import path, and with `fit` in place of Keras's."""
     folder = str(Path(words[0]).resolve().parent)
-    with (
-        mock.patch.object(sys, "argv", list(words)),
-        mock.patch.object(sys, "path", [folder, *sys.path]),
-        mock.patch.object(keras.Model, "fit", fit),
-        contextlib.suppress(Done),
-    ):
+    with Patches() as patches, contextlib.suppress(Done):
+        patches.replace(sys, "argv", list(words))
+        patches.replace(sys, "path", [folder, *sys.path])
+        patches.replace(keras.Model, "fit", fit)
         runpy.run_path(words[0], run_name="__main__")
 
 
@@ -340,10 +338,9 @@ def train_compressed(words: Sequence[str], settings: dict[str, Any]) -> None:
         given["callbacks"] += [report, watch]
         return fit(**given | {"initial_epoch": 0, "epochs": epochs})
 
-    with (
-        mock.patch.object(tfscale.DistributedOptimizer, "__init__", compressed),
-        mock.patch.object(keras.utils, "set_random_seed", lambda _: set_seed(seed)),
-    ):
+    with Patches() as patches:
+        patches.replace(tfscale.DistributedOptimizer, "__init__", compressed)
+        patches.replace(keras.utils, "set_random_seed", lambda _: set_seed(seed))
         set_seed(seed)
         try:
             _run(words, short_fit)
