@@ -105,6 +105,19 @@ def test_links_have_titles(section):
     assert not found, "\n".join(found)
 
 
+def test_lists_hold_no_tables_or_code():
+    """On the site a list ends at a block that is indented by less than four spaces."""
+    sections = (*READ, "Reference", "Background", "Results", "Project")
+    pages = [page for section in sections for page in pages_of(section) if page.exists()]
+    found = [
+        f"{page.name}:{number}: {line}"
+        for page in [ROOT / "README.md", *pages]
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if re.match(r" {1,3}(```|\|)", line)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_the_readme_fits_on_two_screens():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

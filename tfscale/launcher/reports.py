@@ -198,7 +198,7 @@ def describe_training(reports: Sequence[Report]) -> str:
     if waiting >= _LITTLE_WAITING and is_crowded:
         advice = "fewer ranks: there are more than cores, and they wait for each other's computing"
     elif waiting >= _LITTLE_WAITING and sent < _SMALL_MB:
-        advice = "larger batches or fewer ranks: messages so small cost time by their number"
+        advice = "larger batches or fewer ranks: latency dominates messages this small"
     elif waiting >= _LITTLE_WAITING:
         auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (--exchange auto), '
         advice = f"{auto}compression=tfscale.Compression.bf16, larger batches"
