@@ -53,7 +53,7 @@ class Sharded(Exchange):
         >>> optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         >>> optimizer = tfscale.DistributedOptimizer(optimizer, exchange=tfscale.Sharded())
         >>> optimizer.build(model.trainable_variables)
-        >>> optimizer.memory_report()["state"]  # bytes; n ranks have 1/n of them each
+        >>> optimizer.memory_report()["state"]  # bytes; about 1/n of it on each of n ranks
         1048588
     """
 

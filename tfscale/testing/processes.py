@@ -101,8 +101,8 @@ class Finished:
         >>> import sys
         >>> command = [sys.executable, "-c", "raise SystemExit('no data')"]
         >>> finished = tfscale.testing.run_command(command, timeout_s=60, errors_apart=True)
-        >>> finished.exit_code, finished.output, finished.errors.strip()
-        (1, '', 'no data')
+        >>> type(finished).__name__, finished.exit_code, finished.errors.strip()
+        ('Finished', 1, 'no data')
     """
 
     exit_code: int | None
