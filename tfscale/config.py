@@ -12,15 +12,40 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """An argument, option or environment variable is invalid."""
+    """An argument, option or environment variable is invalid.
+
+    Examples:
+        >>> tfscale.Allreduce(bucket_mb=-1)
+        Traceback (most recent call last):
+            ...
+        tfscale.config.ConfigError: bucket_mb must be 'auto' or a number of MiB, 0 or more.
+        Received: bucket_mb=-1.
+    """
 
 
 class PlanError(ValueError):
-    """The exchange of a model cannot be planned."""
+    """The exchange of a model cannot be planned.
+
+    Examples:
+        >>> exchange = tfscale.Chunked(replicated_dense=2)
+        >>> exchange.dense_kinds(layers=[], size=2, global_batch=64)  # as a step on two ranks does
+        Traceback (most recent call last):
+            ...
+        tfscale.config.PlanError: The model must have 2 Dense layers. Received: 0. Set
+        replicated_dense to 0 or less.
+    """
 
 
 class ExchangeError(RuntimeError):
-    """Communication cannot start, failed, or would give a wrong result."""
+    """Communication cannot start, failed, or would give a wrong result.
+
+    Examples:
+        >>> tfscale.rank()
+        Traceback (most recent call last):
+            ...
+        tfscale.config.ExchangeError: tfscale must be initialised first. Received: a call before
+        tfscale.init() or after shutdown(). Call tfscale.init() at the start of the program.
+    """
 
 
 def require(fits: bool, name: str, requirement: str, value: Any, remedy: str = "") -> None:
@@ -67,6 +92,10 @@ class exit_codes:
         PREEMPTED: A checkpoint was written on request (SIGTERM): start the job again to resume.
             EX_TEMPFAIL of sysexits.h, "the user is invited to try again later"; schedulers can
             requeue on it.
+
+    Examples:
+        >>> tfscale.exit_codes.PREEMPTED
+        75
     """
 
     PREEMPTED = 75

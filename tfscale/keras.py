@@ -1,4 +1,12 @@
-"""Horovod's names for Keras: `import tfscale.keras as hvd`."""
+"""Horovod's names for Keras: `import tfscale.keras as hvd`.
+
+Examples:
+    >>> import tfscale.keras as hvd
+    >>> hvd.init()
+    >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+    >>> round(float(optimizer.learning_rate), 3)
+    0.01
+"""
 # ruff: noqa: F401 (all names are exported)
 
 from tfscale import callbacks

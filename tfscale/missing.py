@@ -55,7 +55,16 @@ NAMES = {
 
 
 class Missing:
-    """Stands for a module or a function of Horovod; its errors name the alternative."""
+    """Stands for a module or a function of Horovod; its errors name the alternative.
+
+    Examples:
+        >>> tfscale.elastic.run
+        Traceback (most recent call last):
+            ...
+        tfscale.config.ConfigError: tfscale restarts a job from its last checkpoint instead of
+        changing its ranks while it runs. Received: elastic.run. Give fit a
+        tfscale.callbacks.Checkpoint, ...
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -54,6 +54,11 @@ def init(
     Raises:
         ConfigError: An argument or environment variable does not fit.
         ExchangeError: MPI or the native library cannot be used.
+
+    Examples:
+        >>> tfscale.init()
+        >>> print(f"rank {tfscale.rank()} of {tfscale.size()}")  # started without `tfscale run`
+        rank 0 of 1
     """
     if runtime.is_initialized():
         return
@@ -149,6 +154,12 @@ def shutdown() -> None:
     Raises:
         ExchangeError: A rank does not leave, and shows no activity for TFSCALE_STALL_SHUTDOWN_S
             seconds.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.shutdown()
+        >>> tfscale.is_initialized()
+        False
     """
     if not runtime.is_initialized() or runtime.is_forked():
         return

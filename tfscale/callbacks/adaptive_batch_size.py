@@ -62,6 +62,16 @@ class AdaptiveBatchSize(ChangingBatchSize):
     stays, and another instance takes it as its initial rate.
 
     Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
+
+    Examples:
+        >>> tfscale.init()
+        >>> data = tfscale.data.GlobalBatches(np.zeros((16, 3)), np.ones((16, 1)), batch_size=4)
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        >>> adaptive = tfscale.callbacks.AdaptiveBatchSize(data, max_batch_size=16, interval=2)
+        >>> history = model.fit(data, epochs=6, callbacks=[adaptive], verbose=0)
+        >>> history.history["batch_size"]
+        [4, 4, 8, 8, 16, 16]
     """
 
     compared = ("_settings", "_has_surplus", "_momentum_correction")

@@ -33,6 +33,18 @@ class Callback(Traits):
     A subclass that overrides a hook calls the base hook first. With several tfscale callbacks in a
     list only the first one's hooks act, so ranks may have different numbers of them; but every rank
     must have at least one.
+
+    Examples:
+        >>> class EpochCount(tfscale.callbacks.Callback):
+        ...     def on_epoch_end(self, epoch, logs=None):
+        ...         super().on_epoch_end(epoch, logs)
+        ...         print(f"rank {tfscale.rank()} has trained {epoch + 1} epochs")
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> callbacks = [EpochCount()]
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
+        rank 0 has trained 1 epochs
     """
 
     epoch = 0  # that runs or ran last, counted from 0
@@ -190,6 +202,16 @@ class RankZero(Callback):
         ConfigError: `callback` is not a Keras callback, is one of tfscale's that needs all ranks,
             is a BackupAndRestore, which sets the epoch in which the ranks begin, or changes weights
             or the learning rate.
+
+    Examples:
+        >>> import os
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> log = tfscale.callbacks.RankZero(keras.callbacks.CSVLogger("log.csv"))
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=[log], verbose=0)
+        >>> os.listdir()  # rank 0 alone has written
+        ['log.csv']
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:

@@ -74,6 +74,16 @@ class BatchSizeSchedule(ChangingBatchSize):
             has a LearningRateSchedule.
 
     Source: Smith et al., Don't Decay the Learning Rate, Increase the Batch Size (2018); [T] 5.4.
+
+    Examples:
+        >>> tfscale.init()
+        >>> data = tfscale.data.GlobalBatches(np.zeros((16, 3)), np.ones((16, 1)), batch_size=4)
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> schedule = tfscale.callbacks.BatchSizeSchedule({1: 8, 2: 16})
+        >>> history = model.fit(data, epochs=4, callbacks=[schedule], verbose=0)
+        >>> history.history["batch_size"]
+        [4, 8, 16, 16]
     """
 
     compared = ("sizes",)

@@ -56,6 +56,17 @@ class Checkpoint(Callback):
             directory, all checkpoints in it are damaged or belong to another model, or there is
             another such callback.
         ExchangeError: A rank could not write its part, on all ranks; earlier checkpoints stay.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> checkpoint = tfscale.callbacks.Checkpoint("run")
+        >>> data = tfscale.data.GlobalBatches(np.zeros((4, 3)), np.ones((4, 1)), batch_size=2)
+        >>> history = model.fit(data, epochs=3, callbacks=[checkpoint], verbose=0)
+        >>> history = model.fit(data, epochs=5, callbacks=[checkpoint], verbose=0)  # resumes
+        >>> history.epoch
+        [3, 4]
     """
 
     phase = Phase.RESTORE
@@ -275,6 +286,17 @@ class BackupAndRestore(Checkpoint):
 
     Raises:
         ConfigError: An argument does not fit; see also `Checkpoint`.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> backup = tfscale.callbacks.BackupAndRestore("backup", delete_checkpoint=False)
+        >>> data = tfscale.data.GlobalBatches(np.zeros((4, 3)), np.ones((4, 1)), batch_size=2)
+        >>> history = model.fit(data, epochs=3, callbacks=[backup], verbose=0)
+        >>> history = model.fit(data, epochs=5, callbacks=[backup], verbose=0)  # resumes
+        >>> history.epoch
+        [3, 4]
     """
 
     def __init__(

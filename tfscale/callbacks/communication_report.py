@@ -51,6 +51,17 @@ class CommunicationReport(Callback):
         ConfigError: every_n_steps is less than 1.
 
     Source: [T] eq. 3.8.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> report = tfscale.callbacks.CommunicationReport("report", every_n_steps=1)
+        >>> options = dict(batch_size=1, callbacks=[report], verbose=0)
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), **options)
+        >>> with open("report/communication.md") as page:
+        ...     print(page.readline().strip())
+        # Communication
     """
 
     phase = Phase.MEASURE

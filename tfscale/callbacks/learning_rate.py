@@ -56,6 +56,20 @@ class LearningRateScheduleCallback(Callback):
             the number of steps per epoch is needed and unknown.
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 3.
+
+    Examples:
+        >>> tfscale.init()
+        >>> rates, optimizer = [], tfscale.DistributedOptimizer(keras.optimizers.SGD(0.5))
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer, "mse")
+        >>> decay = tfscale.callbacks.LearningRateScheduleCallback(0.5, 0.1, start_epoch=1)
+        >>> note = keras.callbacks.LambdaCallback(
+        ...     on_epoch_end=lambda epoch, logs: rates.append(float(optimizer.learning_rate))
+        ... )
+        >>> options = dict(epochs=4, callbacks=[decay, note], verbose=0)
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), **options)
+        >>> [round(rate, 3) for rate in rates]
+        [0.5, 0.5, 0.05, 0.005]
     """
 
     phase = Phase.DECIDE
@@ -143,6 +157,20 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         factor: Ratio of the final rate to the first one; None for the number of ranks.
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), section 2.2.
+
+    Examples:
+        >>> tfscale.init()
+        >>> rates, optimizer = [], tfscale.DistributedOptimizer(keras.optimizers.SGD(0.4))
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer, "mse")
+        >>> warmup = tfscale.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=3, factor=4)
+        >>> note = keras.callbacks.LambdaCallback(
+        ...     on_epoch_end=lambda epoch, logs: rates.append(float(optimizer.learning_rate))
+        ... )
+        >>> options = dict(epochs=4, callbacks=[warmup, note], verbose=0)
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), **options)
+        >>> [round(rate, 3) for rate in rates]
+        [0.2, 0.3, 0.4, 0.4]
     """
 
     def __init__(
@@ -205,6 +233,21 @@ class LearningRateScaling(LearningRateScheduleCallback):
 
     Source: Goyal et al., Accurate, Large Minibatch SGD (2017), sections 2.1 and 2.2; root scaling:
         Hoffer et al., Train longer, generalize better (2017).
+
+    Examples:
+        >>> tfscale.init()
+        >>> rates, optimizer = [], tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(optimizer, "mse")
+        >>> settings = dict(base_batch_size=32, batch_size=128, warmup_epochs=2)
+        >>> scaling = tfscale.callbacks.LearningRateScaling(0.1, **settings)
+        >>> note = keras.callbacks.LambdaCallback(
+        ...     on_epoch_end=lambda epoch, logs: rates.append(float(optimizer.learning_rate))
+        ... )
+        >>> options = dict(epochs=4, callbacks=[scaling, note], verbose=0)
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), **options)
+        >>> [round(rate, 3) for rate in rates]
+        [0.1, 0.25, 0.4, 0.4]
     """
 
     def __init__(

@@ -214,6 +214,18 @@ class ModelDistance(Callback):
             run if `fit` knows the number of steps per epoch, else over this `fit`.
 
     Source: [L] eq. 9.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> exchange = tfscale.LocalSGD(groups=tfscale.size(), interval=2)
+        >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=exchange)
+        >>> model.compile(optimizer, "mse")
+        >>> distance = tfscale.callbacks.ModelDistance()
+        >>> options = dict(batch_size=1, callbacks=[distance], verbose=0)
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), **options)
+        >>> distance.distances  # pairs of step and distance; one rank has no other group
+        []
     """
 
     phase = Phase.MEASURE

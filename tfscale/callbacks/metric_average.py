@@ -56,6 +56,16 @@ class MetricAverageCallback(Callback):
         ConfigError: In the first step, on all ranks, if it cannot be told how the states of a
             metric are reduced; or its `tfscale_reduce` is invalid.
         ExchangeError: At the end of an epoch, on all ranks, if a key is missing on some of them.
+
+    Examples:
+        >>> tfscale.init()
+        >>> dense = keras.layers.Dense(1, kernel_initializer="zeros")
+        >>> model = keras.Sequential([keras.Input((3,)), dense])
+        >>> model.compile("sgd", "mse", metrics=["mae"])
+        >>> data = tfscale.data.GlobalBatches(np.ones((4, 3)), np.full((4, 1), 2.0), batch_size=4)
+        >>> average = tfscale.callbacks.MetricAverageCallback()
+        >>> model.evaluate(data, callbacks=[average], verbose=0)  # of the samples of all ranks
+        [4.0, 2.0]
     """
 
     phase = Phase.METRICS

@@ -29,6 +29,17 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     The arguments are those of Keras. It may be passed to `fit` on all ranks or on rank 0 only.
     Ranks that have it make equal decisions, and have an equal `best`, if their logs are equal
     (`MetricAverageCallback`).
+
+    Examples:
+        >>> import os
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> checkpoint = tfscale.callbacks.ModelCheckpoint("epoch-{epoch}.keras")
+        >>> callbacks = [tfscale.callbacks.Synchronize(), checkpoint]
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
+        >>> os.listdir()
+        ['epoch-1.keras']
     """
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:
@@ -49,6 +60,17 @@ class BestModelCheckpoint(ModelCheckpoint):
         save_freq: `"epoch"` or a number of batches.
         filepath: Path ending in `.keras`; may contain `{epoch}` and keys of the logs.
         initial_value_threshold: The model is saved only for values better than this one.
+
+    Examples:
+        >>> import os
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> best = tfscale.callbacks.BestModelCheckpoint(monitor="loss", filepath="best.keras")
+        >>> callbacks = [tfscale.callbacks.Synchronize(), best]
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
+        >>> os.listdir()
+        ['best.keras']
     """
 
     def __init__(

@@ -36,6 +36,12 @@ class DistanceWeights:
         ConfigError: `lam` is negative.
 
     Source: [S] eq. 10.
+
+    Examples:
+        >>> weights = tfscale.DistanceWeights(lam=2.0)
+        >>> common = np.array([3.0, 4.0])
+        >>> [round(weights.of(common, own), 2) for own in (common, 2 * common)]
+        [1.0, 0.51]
     """
 
     lam: float = 1.0
@@ -59,6 +65,16 @@ class Divergence:
 
     Raises:
         ConfigError: `threshold` is negative.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(keras.optimizers.SGD(0.1), "mse")
+        >>> when = tfscale.Divergence(threshold=0.01)
+        >>> callbacks = [tfscale.callbacks.ParameterAveraging(when=when)]
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
+        >>> history.history["loss"]  # one rank cannot drift apart
+        [1.0]
     """
 
     threshold: float
@@ -91,6 +107,17 @@ class ParameterAveraging(BeforeValidation):
             DistributedOptimizer, which keeps the ranks equal anyway.
 
     Source: [S] 1.3, 2.2.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(keras.optimizers.SGD(0.1), "mse")
+        >>> weights = tfscale.DistanceWeights(lam=1.0)
+        >>> averaging = tfscale.callbacks.ParameterAveraging(every_n_epochs=2, weights=weights)
+        >>> options = dict(epochs=2, callbacks=[averaging], verbose=0)
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), **options)
+        >>> [round(loss, 2) for loss in history.history["loss"]]  # of this rank's samples
+        [1.0, 0.64]
     """
 
     phase = Phase.AVERAGE

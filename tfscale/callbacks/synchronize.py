@@ -65,6 +65,16 @@ class Synchronize(Callback):
     Raises:
         ConfigError: `root_rank` is not a rank, or `non_trainable` is unknown.
         ExchangeError: When training begins, if the ranks hold different models.
+
+    Examples:
+        >>> tfscale.init()
+        >>> data = tfscale.data.GlobalBatches(np.zeros((8, 3)), np.ones((8, 1)), batch_size=8)
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> callbacks = [tfscale.callbacks.Synchronize()]
+        >>> history = model.fit(data, epochs=3, callbacks=callbacks, verbose=0)
+        >>> [round(loss, 2) for loss in history.history["loss"]]  # of all ranks' samples
+        [1.0, 0.64, 0.41]
     """
 
     phase = Phase.SYNCHRONISE
@@ -132,6 +142,16 @@ class BroadcastGlobalVariablesCallback(Synchronize):
     Args:
         device: Ignored; kept for scripts written for Horovod.
         consistency_check: `check` of `Synchronize`.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> broadcast = tfscale.callbacks.BroadcastGlobalVariablesCallback(0)
+        >>> callbacks = [broadcast, tfscale.callbacks.MetricAverageCallback()]
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
+        >>> history.history["loss"]
+        [1.0]
     """
 
     def __init__(
@@ -170,6 +190,14 @@ def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
     Raises:
         ConfigError: No model is given, or root_rank is not a rank.
         ExchangeError: The ranks hold different models.
+
+    Examples:
+        >>> tfscale.init()
+        >>> dense = keras.layers.Dense(1, kernel_initializer="ones")
+        >>> model = keras.Sequential([keras.Input((2,)), dense])
+        >>> tfscale.broadcast_global_variables(root_rank=0, model=model)
+        >>> [variable.numpy().tolist() for variable in model.weights]  # those of rank 0
+        [[[1.0], [1.0]], [0.0]]
     """
     if model is None:
         raise ConfigError(
@@ -212,6 +240,17 @@ class NonTrainableState(BeforeValidation):
 
     Raises:
         ConfigError: `mode` is none of the above.
+
+    Examples:
+        >>> tfscale.init()
+        >>> norm = keras.layers.BatchNormalization(momentum=0.5)
+        >>> model = keras.Sequential([keras.Input((1,)), norm])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> callbacks = [tfscale.callbacks.NonTrainableState()]
+        >>> x, y = np.full((4, 1), 2.0), np.ones((4, 1))
+        >>> history = model.fit(x, y, callbacks=callbacks, verbose=0)
+        >>> norm.moving_mean.numpy().tolist()  # the mean of all ranks' moving means
+        [1.0]
     """
 
     phase = Phase.COMBINE
@@ -305,6 +344,15 @@ class ConsistencyCheck(Callback):
 
     Raises:
         ExchangeError: At a check, on all ranks, if weights differ; names the variable and ranks.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> callbacks = [tfscale.callbacks.ConsistencyCheck(every_n_epochs=5)]
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
+        >>> history.history["loss"]  # no ExchangeError: the ranks are equal
+        [1.0]
     """
 
     phase = Phase.COMPARE

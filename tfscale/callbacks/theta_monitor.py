@@ -50,6 +50,16 @@ class ThetaMonitor(Callback):
             needs two ranks, `GlobalBatches` and an exchange that sums whole gradients.
 
     Source: [T] eq. 5.4, figures 5.2 to 5.6.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> monitor = tfscale.callbacks.ThetaMonitor("theta")
+        >>> options = dict(batch_size=2, epochs=3, callbacks=[monitor], verbose=0)
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), **options)
+        >>> [round(theta, 2) for theta in history.history["theta"]]
+        [0.5, 1.12, 1.17]
     """
 
     phase = Phase.MEASURE

@@ -1,4 +1,16 @@
-"""Requests to save and stop: by SIGTERM, as schedulers send it, or by a call."""
+"""Requests to save and stop: by SIGTERM, as schedulers send it, or by a call.
+
+Examples:
+    >>> tfscale.init()
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    >>> tfscale.preemption.request_save_and_stop()
+    >>> callbacks = [tfscale.callbacks.Checkpoint("run")]
+    >>> model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
+    Traceback (most recent call last):
+        ...
+    SystemExit: 75
+"""
 
 from __future__ import annotations
 

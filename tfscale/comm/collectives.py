@@ -207,6 +207,14 @@ def allreduce(
         ConfigError: Unknown op or dtype.
         ExchangeError: Ranks call different collectives (eager), or communication failed.
         PlanError: Called eagerly outside of the main thread.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.allreduce(tf.constant([1.0, 2.0]), prescale_factor=2.0).numpy().tolist()
+        [2.0, 4.0]
+        >>> ranks = tfscale.testing.FakeRanks(2)  # two ranks in one process
+        >>> ranks.run(lambda rank: float(tfscale.allreduce(float(rank))))
+        [0.5, 0.5]
     """
     call = call_of(process_set, "allreduce", name)
     op = op if average is None else Average if average else Sum
@@ -235,6 +243,12 @@ def grouped_allreduce(
 
     Returns:
         One result per tensor, in order.
+
+    Examples:
+        >>> tfscale.init()
+        >>> sums = tfscale.grouped_allreduce([tf.ones([2]), tf.constant([3])], op=tfscale.Sum)
+        >>> [each.numpy().tolist() for each in sums]
+        [[1.0, 1.0], [3]]
     """
     call = call_of(process_set, "grouped_allreduce", name)
     op = op if average is None else Average if average else Sum
@@ -277,6 +291,11 @@ def broadcast(
         ConfigError: root_rank is not in the process set, or the gradient is unknown.
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly outside of the main thread.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.broadcast(tf.fill([2], tfscale.rank()), root_rank=0).numpy().tolist()
+        [0, 0]
     """
     call = call_of(process_set, "broadcast", name)
     require_member(root_rank, call.group)
@@ -306,6 +325,15 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises:
         ExchangeError: Ranks call different collectives, or communication failed.
         PlanError: Called eagerly outside of the main thread.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> tfscale.init()
+        >>> if tfscale.rank() == 0:
+        ...     n_written = Path("vocabulary.txt").write_text("one two")
+        >>> tfscale.barrier()
+        >>> Path("vocabulary.txt").read_text()  # no rank reads before rank 0 has written
+        'one two'
     """
     call = call_of(process_set, "barrier")
     _guarded("barrier", [], [], call, lambda: runtime.backend().allgather(tf.zeros([1]), call))
@@ -338,6 +366,14 @@ def allgather(
         ConfigError: The gradient is unknown.
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
         PlanError: Called eagerly outside of the main thread.
+
+    Examples:
+        >>> tfscale.init()
+        >>> rows = tf.fill([2, 3], tfscale.rank())
+        >>> tfscale.allgather(rows).shape[0] == 2 * tfscale.size()
+        True
+        >>> tfscale.allgather(rows).numpy().tolist()
+        [[0, 0, 0], [0, 0, 0]]
     """
     call = call_of(process_set, "allgather", name)
     backward_op = Sum if _is_adjoint(gradient, "allgather") else Average
@@ -371,6 +407,12 @@ def grouped_allgather(
 
     Returns:
         One result per tensor, in order.
+
+    Examples:
+        >>> tfscale.init()
+        >>> rows, labels = tfscale.grouped_allgather([tf.zeros([2, 3]), tf.constant([1, 0])])
+        >>> rows.shape, labels.numpy().tolist()
+        (TensorShape([2, 3]), [1, 0])
     """
     label = name or "grouped_allgather"
     return [
@@ -406,6 +448,12 @@ def alltoall(
         ConfigError: The rows cannot be split equally (no splits given), or splits is malformed.
         ExchangeError: Other dimensions or dtypes differ, or communication failed.
         PlanError: Called eagerly outside of the main thread.
+
+    Examples:
+        >>> tfscale.init()
+        >>> received, counts = tfscale.alltoall(tf.constant([5, 7]), splits=[2])  # by rank
+        >>> received.numpy().tolist(), counts.numpy().tolist()
+        ([5, 7], [2])
     """
     call = call_of(process_set, "alltoall", name)
     value, size = tf.convert_to_tensor(tensor), call.group.size
@@ -485,6 +533,12 @@ def reducescatter(
         ConfigError: The tensor is a scalar, or the op, gradient or dtype is unknown.
         ExchangeError: See `allreduce`.
         PlanError: Called eagerly outside of the main thread.
+
+    Examples:
+        >>> tfscale.init()
+        >>> rows = tf.constant([[1.0], [2.0], [3.0]])
+        >>> tfscale.reducescatter(rows, op=tfscale.Sum).numpy().tolist()  # two ranks: 2 rows, 1
+        [[1.0], [2.0], [3.0]]
     """
     call = call_of(process_set, "reducescatter", name)
     value = tf.convert_to_tensor(tensor)
@@ -526,6 +580,12 @@ def grouped_reducescatter(
 
     Returns:
         One result per tensor, in order.
+
+    Examples:
+        >>> tfscale.init()
+        >>> parts = tfscale.grouped_reducescatter([tf.ones([4]), tf.ones([2, 3])], op=tfscale.Sum)
+        >>> [tuple(part.shape) for part in parts]  # (2,) and (1, 3) on each of two ranks
+        [(4,), (2, 3)]
     """
     label = name or "grouped_reducescatter"
     options: dict[str, Any] = {

@@ -164,6 +164,16 @@ class Compression:
 
     The last three are for gradients of `DistributedOptimizer`, and have options:
     `Compression.int8(error_feedback=False)`, `Compression.low_rank(rank=8)`.
+
+    Examples:
+        >>> tfscale.init()
+        >>> bf16 = tfscale.Compression.bf16
+        >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=bf16)
+        >>> tensor, dtype = bf16.compress(tf.constant([1.0, 1.001]))
+        >>> tensor.dtype.name, bf16.decompress(tensor, dtype).numpy().tolist()
+        ('bfloat16', [1.0, 1.0])
+        >>> tfscale.Compression.low_rank(rank=8).rank
+        8
     """
 
     none = NoneCompressor

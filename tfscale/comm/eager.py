@@ -201,6 +201,13 @@ def join() -> int:
         ExchangeError: Another rank calls a collective other than a sum or average, `join` is called
             inside a tf.function, or this process has traced steps of a distributed optimizer or
             tape.
+
+    Examples:
+        >>> tfscale.init()
+        >>> n_batches = 3  # may differ between ranks
+        >>> sums = [float(tfscale.allreduce(1.0, op=tfscale.Sum)) for _ in range(n_batches)]
+        >>> tfscale.join()
+        0
     """
     if not tf.executing_eagerly():
         raise ExchangeError(

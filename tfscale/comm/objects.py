@@ -63,6 +63,14 @@ def allgather_object(
     Raises:
         ExchangeError: Collectives or names differ between ranks, an object cannot be pickled, or
             communication failed.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.allgather_object({"rank": tfscale.rank()})
+        [{'rank': 0}]
+        >>> ranks = tfscale.testing.FakeRanks(2)  # two ranks in one process
+        >>> ranks.run(lambda rank: tfscale.allgather_object(f"host {rank}"))
+        [['host 0', 'host 1'], ['host 0', 'host 1']]
     """
     if process_set.size() == 1:
         return [obj]
@@ -217,6 +225,12 @@ def broadcast_object(
     Raises:
         ConfigError: root_rank is not in the process set.
         ExchangeError: See `allgather_object`.
+
+    Examples:
+        >>> tfscale.init()
+        >>> settings = {"layers": 3} if tfscale.rank() == 0 else None
+        >>> tfscale.broadcast_object(settings, root_rank=0)
+        {'layers': 3}
     """
     require_member(root_rank, process_set.group())
     if process_set.size() == 1:
@@ -255,6 +269,15 @@ def broadcast_variables(
     Raises:
         ConfigError: root_rank is not in the process set.
         ExchangeError: Variables differ between ranks; the text names the first.
+
+    Examples:
+        >>> def weight_after_broadcast(rank):
+        ...     weight = tf.Variable([float(rank)])
+        ...     tfscale.broadcast_variables([weight], root_rank=1)
+        ...     return weight.numpy().tolist()
+        >>> tfscale.init()
+        >>> tfscale.testing.FakeRanks(2).run(weight_after_broadcast)  # two ranks in one process
+        [[1.0], [1.0]]
     """
     del inplace
     require_member(root_rank, process_set.group())
@@ -332,6 +355,15 @@ def broadcast_(
 
     Returns:
         The new values.
+
+    Examples:
+        >>> tfscale.init()
+        >>> weight = tf.Variable([1.0, 2.0])
+        >>> @tf.function(autograph=False)
+        ... def synchronize():
+        ...     return tfscale.broadcast_([weight], root_rank=0)
+        >>> [value.numpy().tolist() for value in synchronize()]
+        [[1.0, 2.0]]
     """
     values = []
     for variable in variables:
@@ -346,5 +378,10 @@ def is_homogeneous() -> bool:
     """Return whether all hosts run equally many processes.
 
     Collective: all ranks must call this.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.is_homogeneous()  # one rank on one host
+        True
     """
     return len(set(allgather_object(runtime.local_size(), name="processes of hosts"))) == 1

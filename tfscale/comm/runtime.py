@@ -18,10 +18,50 @@ from tfscale.comm.process import deadline_of_start
 from tfscale.config import ConfigError, ExchangeError
 
 Average = "Average"
+"""The mean over ranks.
+
+Examples:
+    >>> tfscale.init()
+    >>> ranks = tfscale.testing.FakeRanks(3)  # three ranks in one process, with the values 2, 3, 4
+    >>> ranks.run(lambda rank: float(tfscale.allreduce(rank + 2.0, op=tfscale.Average)))
+    [3.0, 3.0, 3.0]
+"""
 Sum = "Sum"
+"""The sum.
+
+Examples:
+    >>> tfscale.init()
+    >>> ranks = tfscale.testing.FakeRanks(3)  # three ranks in one process, with the values 2, 3, 4
+    >>> ranks.run(lambda rank: float(tfscale.allreduce(rank + 2.0, op=tfscale.Sum)))
+    [9.0, 9.0, 9.0]
+"""
 Min = "Min"
+"""The least, element by element.
+
+Examples:
+    >>> tfscale.init()
+    >>> ranks = tfscale.testing.FakeRanks(3)  # three ranks in one process, with the values 2, 3, 4
+    >>> ranks.run(lambda rank: float(tfscale.allreduce(rank + 2.0, op=tfscale.Min)))
+    [2.0, 2.0, 2.0]
+"""
 Max = "Max"
+"""The largest, element by element.
+
+Examples:
+    >>> tfscale.init()
+    >>> ranks = tfscale.testing.FakeRanks(3)  # three ranks in one process, with the values 2, 3, 4
+    >>> ranks.run(lambda rank: float(tfscale.allreduce(rank + 2.0, op=tfscale.Max)))
+    [4.0, 4.0, 4.0]
+"""
 Product = "Product"
+"""The product.
+
+Examples:
+    >>> tfscale.init()
+    >>> ranks = tfscale.testing.FakeRanks(3)  # three ranks in one process, with the values 2, 3, 4
+    >>> ranks.run(lambda rank: float(tfscale.allreduce(rank + 2.0, op=tfscale.Product)))
+    [24.0, 24.0, 24.0]
+"""
 
 _ENGINE_OPS = {Average: ReduceOp.SUM, **{op.name.capitalize(): op for op in ReduceOp}}
 _REDUCIBLE = (
@@ -54,6 +94,14 @@ class ProcessSet:
         ranks: Its ranks in ascending order; None for the global set before `init`.
         process_set_id: Number of the set, equal on all ranks; None before it is known.
         mpi_comm: The communicator that gives the ranks, or None.
+
+    Examples:
+        >>> first = tfscale.ProcessSet([0])
+        >>> tfscale.init(process_sets=[first])
+        >>> first.included(), first.rank(), first.size()
+        (True, 0, 1)
+        >>> float(tfscale.allreduce(3.0, process_set=first))
+        3.0
     """
 
     def __init__(self, ranks: Any) -> None:
@@ -111,6 +159,15 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet(None)
+"""All ranks.
+
+Examples:
+    >>> tfscale.init()
+    >>> tfscale.global_process_set.ranks
+    [0]
+    >>> tfscale.global_process_set.size() == tfscale.size()
+    True
+"""
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -124,6 +181,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises:
         ConfigError: A rank is not in [0, size), or a set of these ranks is known already.
+
+    Examples:
+        >>> tfscale.init()
+        >>> even = tfscale.add_process_set(range(0, tfscale.size(), 2))
+        >>> if even.included():
+        ...     print(float(tfscale.allreduce(5.0, process_set=even)))
+        5.0
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -174,6 +238,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns:
         True if it was registered; False for the global set and for any other set.
+
+    Examples:
+        >>> tfscale.init()
+        >>> first = tfscale.add_process_set([0])
+        >>> tfscale.remove_process_set(first)
+        True
+        >>> tfscale.remove_process_set(tfscale.global_process_set)
+        False
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
@@ -279,7 +351,15 @@ def start_incarnation() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined a job."""
+    """Return whether this process has joined a job.
+
+    Examples:
+        >>> tfscale.is_initialized()
+        False
+        >>> tfscale.init()
+        >>> tfscale.is_initialized()
+        True
+    """
     return _state is not None
 
 
@@ -289,32 +369,72 @@ def is_forked() -> bool:
 
 
 def rank() -> int:
-    """Return the number of this process, in [0, size())."""
+    """Return the number of this process, in [0, size()).
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.rank()
+        0
+        >>> 2 if tfscale.rank() == 0 else 0  # `verbose` of `fit`: one rank prints
+        2
+    """
     return backend().rank
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of processes.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.size()
+        1
+        >>> 256 // tfscale.size()  # samples of this rank in a batch of 256
+        256
+    """
     return backend().size
 
 
 def local_rank() -> int:
-    """Return the number of this process among those of its host."""
+    """Return the number of this process among those of its host.
+
+    Examples:
+        >>> tfscale.init()
+        >>> f"GPU:{tfscale.local_rank()}"  # a device for each rank of a host
+        'GPU:0'
+    """
     return backend().local_rank
 
 
 def local_size() -> int:
-    """Return the number of processes on this host."""
+    """Return the number of processes on this host.
+
+    Examples:
+        >>> tfscale.init()
+        >>> 16 // tfscale.local_size()  # threads of this rank on a host with 16 cores
+        16
+    """
     return backend().local_size
 
 
 def cross_rank() -> int:
-    """Return the number of this host among those that have a rank with this local rank."""
+    """Return the number of this host among those that have a rank with this local rank.
+
+    Examples:
+        >>> tfscale.init()
+        >>> f"host {tfscale.cross_rank()} of {tfscale.cross_size()}"
+        'host 0 of 1'
+    """
     return backend().cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local rank."""
+    """Return the number of hosts that have a rank with this local rank.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.cross_size()
+        1
+    """
     return backend().cross_size
 
 
@@ -340,25 +460,71 @@ def _set_of(process_set_id: int) -> ProcessSet:
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return `rank()` as an int32 scalar that is read when the graph runs."""
+    """Return `rank()` as an int32 scalar that is read when the graph runs.
+
+    Examples:
+        >>> tfscale.init()
+        >>> @tf.function(autograph=False)
+        ... def seed_of_rank(seed):
+        ...     return seed + tfscale.rank_op()
+        >>> int(seed_of_rank(7))
+        7
+    """
     return _int_op(rank)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return the size of a process set as an int32 scalar that is read when the graph runs."""
+    """Return the size of a process set as an int32 scalar that is read when the graph runs.
+
+    Examples:
+        >>> tfscale.init()
+        >>> @tf.function(autograph=False)
+        ... def rows_of_rank(rows):
+        ...     return rows // tfscale.size_op()
+        >>> int(rows_of_rank(12))
+        12
+    """
     return _int_op(lambda: _set_of(process_set_id).size())
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return `local_rank()` as an int32 scalar that is read when the graph runs."""
+    """Return `local_rank()` as an int32 scalar that is read when the graph runs.
+
+    Examples:
+        >>> tfscale.init()
+        >>> @tf.function(autograph=False)
+        ... def is_first_of_host():
+        ...     return tfscale.local_rank_op() == 0
+        >>> bool(is_first_of_host())
+        True
+    """
     return _int_op(local_rank)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return `local_size()` as an int32 scalar that is read when the graph runs."""
+    """Return `local_size()` as an int32 scalar that is read when the graph runs.
+
+    Examples:
+        >>> tfscale.init()
+        >>> @tf.function(autograph=False)
+        ... def cores_of_rank(cores):
+        ...     return cores // tfscale.local_size_op()
+        >>> int(cores_of_rank(16))
+        16
+    """
     return _int_op(local_size)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return 1 on ranks of a process set and 0 on others, read when the graph runs."""
+    """Return 1 on ranks of a process set and 0 on others, read when the graph runs.
+
+    Examples:
+        >>> tfscale.init()
+        >>> first = tfscale.add_process_set([0])
+        >>> @tf.function(autograph=False)
+        ... def is_included():
+        ...     return tfscale.process_set_included_op(first.process_set_id)
+        >>> int(is_included())  # 0 on rank 1 and above
+        1
+    """
     return _int_op(lambda: int(_set_of(process_set_id).included()))

@@ -38,7 +38,12 @@ def _is_carried_by(library: str) -> bool:
 
 
 def mpi_built() -> bool:
-    """Return whether the native library, which needs MPI, is built or can be, at its first use."""
+    """Return whether the native library, which needs MPI, is built or can be, at its first use.
+
+    Examples:
+        >>> tfscale.mpi_built()
+        True
+    """
     try:
         return bool(find_library() or find_toolchain())
     except (ExchangeError, OSError):
@@ -46,7 +51,13 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether this job communicates over MPI."""
+    """Return whether this job communicates over MPI.
+
+    Examples:
+        >>> tfscale.init()  # started without `tfscale run`: one rank needs no MPI
+        >>> tfscale.mpi_enabled()
+        False
+    """
     return _is_carried_by("mpi")
 
 
@@ -55,38 +66,81 @@ def mpi_threads_supported() -> bool:
 
     Raises:
         ExchangeError: tfscale is not initialised.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.mpi_threads_supported()  # one rank has no communication thread
+        False
     """
     return runtime.backend().thread_level >= _MPI_THREAD_MULTIPLE
 
 
 def gloo_built() -> bool:
-    """Return whether there is a Horovod with Gloo."""
+    """Return whether there is a Horovod with Gloo.
+
+    Examples:
+        >>> tfscale.gloo_built()  # Horovod is not installed
+        False
+    """
     return bool(_ask_horovod("gloo_built"))
 
 
 def gloo_enabled() -> bool:
-    """Return whether this job's ranks find each other over Gloo, through Horovod."""
+    """Return whether this job's ranks find each other over Gloo, through Horovod.
+
+    Examples:
+        >>> tfscale.init()
+        >>> tfscale.gloo_enabled()  # one rank sends nothing
+        False
+    """
     return _is_carried_by("gloo")
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that Horovod is built with; 0 without."""
+    """Return the version of the NCCL that Horovod is built with; 0 without.
+
+    Examples:
+        >>> tfscale.nccl_built()  # Horovod is not installed
+        0
+    """
     return int(_ask_horovod("nccl_built"))
 
 
 def cuda_built() -> bool:
-    """Return whether there is a Horovod with CUDA. The engine stages GPU tensors on the host."""
+    """Return whether there is a Horovod with CUDA. The engine stages GPU tensors on the host.
+
+    Examples:
+        >>> tfscale.cuda_built()  # Horovod is not installed
+        False
+    """
     return bool(_ask_horovod("cuda_built"))
 
 
 def rocm_built() -> bool:
-    """Return whether there is a Horovod with ROCm. The engine stages GPU tensors on the host."""
+    """Return whether there is a Horovod with ROCm. The engine stages GPU tensors on the host.
+
+    Examples:
+        >>> tfscale.rocm_built()  # Horovod is not installed
+        False
+    """
     return bool(_ask_horovod("rocm_built"))
 
 
 def ccl_built() -> bool:
-    """Return False: neither oneCCL nor DDL is used."""
+    """Return False: oneCCL is not used.
+
+    Examples:
+        >>> tfscale.ccl_built()
+        False
+    """
     return False
 
 
-ddl_built = ccl_built
+def ddl_built() -> bool:
+    """Return False: DDL is not used.
+
+    Examples:
+        >>> tfscale.ddl_built()
+        False
+    """
+    return False

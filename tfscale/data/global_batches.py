@@ -54,6 +54,17 @@ class GlobalBatches(keras.utils.PyDataset):
     If batches differ in size (`drop_remainder=False`), losses and metrics are means over all
     samples. The exception are the losses per output that Keras shows for models with several
     outputs: they are means over batches.
+
+    Examples:
+        >>> tfscale.init()
+        >>> x, y = np.arange(10.0).reshape(10, 1), np.arange(10)
+        >>> data = tfscale.data.GlobalBatches(x, y, batch_size=4, seed=1)
+        >>> [tuple(inputs.shape) for inputs, labels in data]  # (2, 1) on each of two ranks
+        [(4, 1), (4, 1)]
+        >>> options = dict(shuffle=False, drop_remainder=False)  # for evaluation
+        >>> data = tfscale.data.GlobalBatches(x, y, batch_size=4, **options)
+        >>> [len(labels) for inputs, labels in data]
+        [4, 4, 2]
     """
 
     def __init__(

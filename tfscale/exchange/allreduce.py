@@ -25,6 +25,15 @@ class Allreduce(Exchange):
         overlap: False waits for all gradients before any is sent: the baseline of the papers.
 
     Source: [T] 2.3; [S] figure 6.
+
+    Examples:
+        >>> tfscale.init()
+        >>> exchange = tfscale.Allreduce(bucket_mb=4)
+        >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.5), exchange=exchange)
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> optimizer.apply([tf.constant([1.0, 1.0])], [weight])
+        >>> weight.numpy().tolist()
+        [0.5, 1.5]
     """
 
     bucket_mb: float | Literal["auto"] = "auto"

@@ -40,6 +40,15 @@ class Auto(Exchange):
         global_batch: Samples of all ranks together; None uses that of `GlobalBatches`. If it is
             unknown, dense layers exchange weight gradients.
         replan: Return to plain allreduce if every plan that was tried is measured to be slower.
+
+    Examples:
+        >>> tfscale.init()
+        >>> exchange = tfscale.Auto(global_batch=256)
+        >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.5), exchange=exchange)
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> optimizer.apply([tf.constant([1.0, 1.0])], [weight])
+        >>> weight.numpy().tolist()
+        [0.5, 1.5]
     """
 
     machine: Machine | str | None = None

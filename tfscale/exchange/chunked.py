@@ -47,6 +47,17 @@ class Chunked(Exchange):
     Source: [T] chapter 3, algorithm 2, with replicated layers updated in their own step. Its k
         counts pooling and replicated layers, too: k = 9 and f = 2 for VGG-A are
         first_chunk_from="conv4_1" (5 layers that send gradients) and replicated_dense=2.
+
+    Examples:
+        >>> tfscale.init()
+        >>> layers = [keras.layers.Dense(4), keras.layers.Dense(1, name="last")]
+        >>> model = keras.Sequential([keras.Input((3,)), *layers])
+        >>> exchange = tfscale.Chunked(first_chunk_from="last")
+        >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=exchange)
+        >>> model.compile(optimizer, "mse")
+        >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), verbose=0)
+        >>> history.history["loss"]
+        [1.0]
     """
 
     first_chunk_layers: int | Literal["auto"] = "auto"

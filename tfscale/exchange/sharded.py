@@ -46,6 +46,15 @@ class Sharded(Exchange):
             exchange weights.
 
     Source: [T] chapter 4 and 5.2.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((255,)), keras.layers.Dense(1024)])
+        >>> optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        >>> optimizer = tfscale.DistributedOptimizer(optimizer, exchange=tfscale.Sharded())
+        >>> optimizer.build(model.trainable_variables)
+        >>> optimizer.memory_report()["state"]  # bytes; about 1/n of it on each of n ranks
+        1048588
     """
 
     bucket_mb: float | Literal["auto"] = "auto"

@@ -21,6 +21,13 @@ class SyncBatchNormalization(NormalizationByMoments):
     Each layer exchanges 2 * channels + 1 values in the forward pass, and again in back-propagation.
     Means and variances of the ranks are combined by the parallel variance formula, weighted by the
     number of samples, so uneven batches are exact.
+
+    Examples:
+        >>> tfscale.init()
+        >>> layer = tfscale.SyncBatchNormalization()
+        >>> outputs = layer(tf.constant([[4.0], [8.0]]), training=True)
+        >>> outputs.numpy().round().tolist()  # (4 - 6) / 2 and (8 - 6) / 2
+        [[-1.0], [1.0]]
     """
 
     def __init__(

@@ -56,6 +56,13 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     Raises:
         ConfigError: XLA was asked for, or, on several ranks, the model is not compiled or was made
             for replicas of tf.distribute.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.layers.Dense(1)])  # has no weights yet
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        >>> tfscale.prepare(model, sample_batch=np.zeros((4, 3))).count_params()
+        4
     """
     if sample_batch is not None and not model.built:
         model(sample_batch)

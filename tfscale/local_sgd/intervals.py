@@ -23,6 +23,12 @@ class AdaptiveInterval:
 
     Source: Wang, Joshi: Adaptive communication strategies for local-update SGD (AdaComm), 2019,
     eqs. 17 and 18.
+
+    Examples:
+        >>> rule = tfscale.AdaptiveInterval(start=64)
+        >>> exchange = tfscale.LocalSGD(groups=2, interval=rule)
+        >>> rule.after(interval=64, loss=0.25, first_loss=1.0)
+        32
     """
 
     start: int = 64
@@ -65,6 +71,12 @@ class GrowingInterval:
 
     Source: Haddadpour et al.: Local SGD with periodic averaging: tighter analysis and adaptive
     synchronization, 2019, and the program published with it.
+
+    Examples:
+        >>> rule = tfscale.GrowingInterval(start=8, growth=0.5, most=16)
+        >>> exchange = tfscale.LocalSGD(groups=2, interval=rule)
+        >>> exchange.first_interval
+        8
     """
 
     start: int = 8
@@ -95,6 +107,12 @@ class DistanceGuard:
         limit: Largest distance without an average, more than 0.
         most: Largest number of steps between two averages.
         every: Steps between two measurements.
+
+    Examples:
+        >>> rule = tfscale.DistanceGuard(limit=0.5, most=32)
+        >>> exchange = tfscale.LocalSGD(groups=2, interval=rule)
+        >>> exchange.first_interval, exchange.least_interval  # steps between averages
+        (32, 1)
     """
 
     limit: float

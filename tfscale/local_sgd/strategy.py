@@ -54,6 +54,16 @@ class LocalSGD(Exchange):
 
     Source: [L] III-B; for fragments and overlap Douillard et al.: Streaming DiLoCo with overlapping
     communication, 2025.
+
+    Examples:
+        >>> tfscale.init()
+        >>> exchange = tfscale.LocalSGD(groups=tfscale.size(), interval=4)
+        >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.5), exchange=exchange)
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> for _ in range(4):  # the groups' weights are averaged after the last of these steps
+        ...     optimizer.apply([tf.constant([1.0, 1.0])], [weight])
+        >>> weight.numpy().tolist()
+        [-1.0, 0.0]
     """
 
     groups: int | Literal["host"]

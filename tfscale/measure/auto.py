@@ -359,6 +359,16 @@ def after_step(optimizer: Any, data: Any = None, callbacks: Sequence[Any] = ()) 
 
     Raises:
         ConfigError: `optimizer` is not a DistributedOptimizer.
+
+    Examples:
+        >>> tfscale.init()
+        >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.5), exchange="auto")
+        >>> weight = keras.Variable([1.0])
+        >>> for gradient in ([1.0], [2.0]):
+        ...     optimizer.apply([tf.constant(gradient)], [weight])
+        ...     is_changed = tfscale.after_step(optimizer)
+        >>> weight.numpy().tolist(), is_changed  # one rank has no exchange to choose
+        ([-0.5], False)
     """
     distributed = distributed_of(optimizer)
     if distributed is None:

@@ -51,6 +51,17 @@ def load_model(
 
     Raises:
         ValueError: Keras cannot load the file.
+
+    Examples:
+        >>> tfscale.init()
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.5)), "mse")
+        >>> model.save("model.keras")
+        >>> loaded = tfscale.load_model("model.keras")
+        >>> isinstance(loaded.optimizer, tfscale.DistributedOptimizer)
+        True
+        >>> float(loaded.optimizer.learning_rate)
+        0.5
     """
     del legacy_opts
     objects = {c.__name__: c for c in custom_optimizers or ()} | (custom_objects or {})

@@ -25,6 +25,15 @@ class ScalableSchedule(wrapt.ObjectProxy):
     ```python
     optimizer = keras.optimizers.SGD(tfscale.ScalableSchedule(schedule))
     ```
+
+    Examples:
+        >>> schedule = keras.optimizers.schedules.PiecewiseConstantDecay([100], [0.5, 0.25])
+        >>> rate = tfscale.ScalableSchedule(schedule)
+        >>> float(rate(60))
+        0.5
+        >>> rate.rescale(scale=2.0, stretch=2.0, step=50)  # the batch doubles after 50 steps
+        >>> float(rate(60)), float(rate(80))  # as many samples as 70 and 110 steps had before
+        (1.0, 0.5)
     """
 
     def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule) -> None:

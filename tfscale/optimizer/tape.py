@@ -19,6 +19,14 @@ class DistributedGradientTape(wrapt.ObjectProxy):
     """A tf.GradientTape whose `gradient` returns gradients reduced over all ranks.
 
     All other attributes are those of the tape.
+
+    Examples:
+        >>> tfscale.init()
+        >>> weight = tf.Variable([1.0, 2.0])
+        >>> with tfscale.DistributedGradientTape(tf.GradientTape()) as tape:
+        ...     loss = tf.reduce_sum(weight**2)
+        >>> tape.gradient(loss, weight).numpy().tolist()  # the mean of all ranks' gradients
+        [2.0, 4.0]
     """
 
     def __init__(
@@ -153,6 +161,17 @@ def PartialDistributedGradientTape(
 
     Raises:
         ConfigError: `local_layers` has objects that are not Keras layers.
+
+    Examples:
+        >>> tfscale.init()
+        >>> layers = [keras.layers.Dense(units, use_bias=False) for units in (2, 1)]
+        >>> model = keras.Sequential([keras.Input((3,)), *layers])
+        >>> with tf.GradientTape() as plain:
+        ...     loss = tf.reduce_sum(model(tf.ones([4, 3])))
+        >>> tape = tfscale.PartialDistributedGradientTape(plain, local_layers=layers[1])
+        >>> local, shared = tape.get_local_and_global_gradients(loss, model.trainable_variables)
+        >>> [tuple(gradient.shape) for _, gradient in local + shared]
+        [(2, 1), (3, 2)]
     """
     wrapped = DistributedGradientTape(gradtape, *args, **options)
     wrapped._self_executor.request.local.add_layers(local_layers)

@@ -13,6 +13,14 @@ def test_training():
 ```
 
 `tfscale.testing.inspect` shows what a running job did, such as the messages of a step.
+
+Examples:
+    >>> tfscale.init()
+    >>> ranks = tfscale.testing.FakeRanks(2)  # threads of this process
+    >>> sums = ranks.run(lambda rank: tfscale.allreduce(np.array([1.0 + rank]), op=tfscale.Sum))
+    >>> tfscale.testing.require_identical(sums[:1], sums[1:])
+    >>> sums[0].tolist()
+    [3.0]
 """
 
 from tfscale.testing import inspect

@@ -33,7 +33,13 @@ def _replaced(stand_ins: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend_rank(rank: int = 0, size: int = 1, local_size: int = 1) -> Iterator[None]:
-    """Let this process seem to be a rank of a job, for code that looks at numbers only."""
+    """Let this process seem to be a rank of a job, for code that looks at numbers only.
+
+    Examples:
+        >>> with tfscale.testing.pretend_rank(3, 8, local_size=4):
+        ...     print(tfscale.rank(), tfscale.size(), tfscale.local_size())
+        3 8 4
+    """
     numbers = {"rank": rank, "size": size, "local_size": local_size}
     with _replaced({f"runtime.{name}": lambda n=n: n for name, n in numbers.items()}):
         yield
@@ -49,6 +55,12 @@ class FakeRanks:
 
     Args:
         size: Number of ranks.
+
+    Examples:
+        >>> tfscale.init()
+        >>> ranks = tfscale.testing.FakeRanks(3)
+        >>> ranks.run(lambda rank: (tfscale.size(), tfscale.allgather_object(rank)))
+        [(3, [0, 1, 2]), (3, [0, 1, 2]), (3, [0, 1, 2])]
     """
 
     def __init__(self, size: int) -> None:

@@ -2,6 +2,12 @@
 
 Names of collectives say whose they are: `"gradients kernel, bias"`, `"parameters dense/kernel"`,
 `"average of parameters"`, or what the caller of `tfscale.allreduce(name=...)` gave.
+
+Examples:
+    >>> tfscale.init()
+    >>> total = tfscale.allreduce(tf.ones([8]), name="total")
+    >>> tfscale.testing.inspect.backend_name(), tfscale.testing.inspect.take_collectives()
+    ('single', [])
 """
 
 from __future__ import annotations

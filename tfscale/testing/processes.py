@@ -96,6 +96,13 @@ class Finished:
         output: What was written to standard output, and to standard error if that was not apart.
         errors: What was written to standard error, if that was asked for.
         seconds: Time that it took.
+
+    Examples:
+        >>> import sys
+        >>> command = [sys.executable, "-c", "raise SystemExit('no data')"]
+        >>> finished = tfscale.testing.run_command(command, timeout_s=60, errors_apart=True)
+        >>> type(finished).__name__, finished.exit_code, finished.errors.strip()
+        ('Finished', 1, 'no data')
     """
 
     exit_code: int | None
@@ -125,6 +132,13 @@ def run_command(
 
     Raises:
         ConfigError: There is no MPI.
+
+    Examples:
+        >>> import sys
+        >>> command = [sys.executable, "-c", "print('trained')"]
+        >>> finished = tfscale.testing.run_command(command, timeout_s=60)
+        >>> finished.exit_code, finished.output.strip()
+        (0, 'trained')
     """
     with tempfile.TemporaryDirectory(prefix="tfscale-command-") as name:
         output, errors = Path(name) / "output", Path(name) / "errors"

@@ -42,6 +42,11 @@ class RankResult:
         text: Traceback, reason, or the stacks of a rank that hangs and the output of all ranks.
         seconds: Time that it took.
         value: What it returned: nothing, numbers, texts, or lists and dictionaries of them.
+
+    Examples:
+        >>> result = tfscale.testing.RankResult("cases:case_sum", rank=1, status="ok", value=3.0)
+        >>> f"{result.case} on rank {result.rank}: {result.status}, {result.value}"
+        'cases:case_sum on rank 1: ok, 3.0'
     """
 
     case: str
@@ -77,6 +82,11 @@ def spawn(
 
     Raises:
         ConfigError: There is no MPI.
+
+    Examples:
+        >>> results = tfscale.testing.spawn(2, [tfscale.size])  # functions of modules
+        >>> [(result.rank, result.status, result.value) for result in results]
+        [(0, 'ok', 2), (1, 'ok', 2)]
     """
     names = [c if isinstance(c, str) else f"{c.__module__}:{c.__qualname__}" for c in cases]
     limits = timeout_s if isinstance(timeout_s, Mapping) else dict.fromkeys(names, timeout_s)
@@ -92,7 +102,16 @@ def spawn(
 
 
 def require_ok(results: Sequence[RankResult]) -> None:
-    """Raise an AssertionError with the texts of all ranks on which a function has not passed."""
+    """Raise an AssertionError with the texts of all ranks on which a function has not passed.
+
+    Examples:
+        >>> result = tfscale.testing.RankResult("cases:case_sum", 1, "failed", text="ValueError: 3")
+        >>> tfscale.testing.require_ok([result])
+        Traceback (most recent call last):
+            ...
+        AssertionError: cases:case_sum, rank 1: failed
+        ValueError: 3
+    """
     bad = [f"{r.case}, rank {r.rank}: {r.status}\n{r.text}" for r in results if r.status != "ok"]
     if bad:
         raise AssertionError("\n".join(bad))
@@ -203,7 +222,18 @@ class _Job:
 
 
 def require_identical(found: Iterable[Any], expected: Iterable[Any], message: str = "") -> None:
-    """Require equal arrays, tensors or variables, pair by pair."""
+    """Require equal arrays, tensors or variables, pair by pair.
+
+    Examples:
+        >>> tfscale.testing.require_identical([tf.constant([1.0])], [np.array([1.0])])
+        >>> tfscale.testing.require_identical([tf.constant([1.5])], [np.array([1.0])], "the weight")
+        Traceback (most recent call last):
+            ...
+        AssertionError:
+        Arrays are not equal
+        the weight
+        ...
+    """
     for mine, wanted in zip(found, expected, strict=True):
         np.testing.assert_array_equal(_array(mine), _array(wanted), err_msg=message)
 
@@ -216,7 +246,17 @@ def require_close(
     rtol: float = 0.0,
     message: str = "",
 ) -> None:
-    """Require arrays, tensors or variables that differ by `atol + rtol * abs(expected)` at most."""
+    """Require arrays, tensors or variables that differ by `atol + rtol * abs(expected)` at most.
+
+    Examples:
+        >>> tfscale.testing.require_close([tf.constant([1.01])], [np.array([1.0])], atol=0.1)
+        >>> tfscale.testing.require_close([tf.constant([1.5])], [np.array([1.0])], atol=0.1)
+        Traceback (most recent call last):
+            ...
+        AssertionError:
+        Not equal to tolerance rtol=0, atol=0.1
+        ...
+    """
     for mine, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(
             _array(mine), _array(wanted), rtol=rtol, atol=atol, err_msg=message
@@ -227,6 +267,14 @@ def require_equal_ranks(variables: Iterable[Any]) -> None:
     """Require that variables are equal bit for bit on all ranks. Collective.
 
     The error is the same on all ranks, so that none of them waits for another.
+
+    Examples:
+        >>> def compare(rank):
+        ...     tfscale.testing.require_equal_ranks([np.zeros(2), np.array([rank])])
+        >>> tfscale.init()
+        >>> first, second = tfscale.testing.FakeRanks(2).run(compare)
+        >>> "rank 1 differs from that of rank 0" in str(first)  # and so on rank 1
+        True
     """
     own = [(getattr(v, "path", ""), np.asarray(_array(v))) for v in variables]
     every = tfscale.allgather_object(own)

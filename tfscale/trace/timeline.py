@@ -67,6 +67,15 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises:
         ExchangeError: A timeline is being recorded already.
+
+    Examples:
+        >>> import os
+        >>> tfscale.init()
+        >>> tfscale.start_timeline("timeline.json")
+        >>> total = tfscale.allreduce(tf.ones([8]), name="total")
+        >>> tfscale.stop_timeline()
+        >>> os.listdir()  # open it in ui.perfetto.dev
+        ['timeline.json']
     """
     _start(Path(file_path), is_automatic=False)
 
@@ -79,6 +88,15 @@ def stop_timeline() -> None:
 
     Raises:
         ExchangeError: No timeline is being recorded.
+
+    Examples:
+        >>> import json
+        >>> tfscale.init()
+        >>> tfscale.start_timeline("timeline.json")
+        >>> tfscale.stop_timeline()
+        >>> with open("timeline.json") as file:
+        ...     print(json.load(file)["otherData"])
+        {'clock_error_us': [0.0]}
     """
     global _recording
     if _recording is None:

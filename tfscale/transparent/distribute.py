@@ -108,6 +108,16 @@ def distribute(
     Raises:
         ConfigError: An argument is invalid.
         ExchangeError: The ranks cannot communicate.
+
+    Examples:
+        >>> job = tfscale.distribute(seed=1)  # after it, an ordinary Keras script
+        >>> dense = keras.layers.Dense(1, kernel_initializer="zeros")
+        >>> model = keras.Sequential([keras.Input((1,)), dense])
+        >>> model.compile(keras.optimizers.SGD(0.1), "mse")
+        >>> history = model.fit(np.ones((4, 1)), np.ones((4, 1)), epochs=3, verbose=0)
+        >>> [round(loss, 2) for loss in history.history["loss"]]  # on any number of ranks
+        [1.0, 0.36, 0.13]
+        >>> job.undo()
     """
     global _running
     allowed = get_args(BatchNorm)
