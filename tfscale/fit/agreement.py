@@ -21,13 +21,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession
-from tfscale.internals.optimizers import (
-    config_of,
-    is_wrapped,
-    optimizer_of,
-    scaled_by,
-    update_rule,
-)
+from tfscale.internals.optimizers import config_of, is_wrapped, optimizer_of, scaled_by, update_rule
 from tfscale.internals.traits import Traits, given_of, own_of, show_averages, train_apart
 from tfscale.optimizer import first_step
 from tfscale.optimizer.distributed import distributed_of, distributed_optimizers, process_set_of

@@ -26,11 +26,7 @@ from tfscale.internals.keras import (
     switch_off_xla,
     wrap_train_function,
 )
-from tfscale.internals.optimizers import (
-    optimizer_of,
-    optimizers_of,
-    strategies_of,
-)
+from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 from tfscale.optimizer.saving import make_saves_safe
 

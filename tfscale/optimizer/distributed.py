@@ -41,11 +41,7 @@ from tfscale.optimizer import first_step
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.bound import Bound
 from tfscale.optimizer.nonfinite import NonFinite, Policy
-from tfscale.optimizer.rules import (
-    refuse_bypassed,
-    refuse_outer_scaler,
-    why_uncut,
-)
+from tfscale.optimizer.rules import refuse_bypassed, refuse_outer_scaler, why_uncut
 from tfscale.optimizer.state import KeptState, n_bytes
 from tfscale.plan.buckets import owner_of
 
