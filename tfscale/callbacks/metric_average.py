@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -96,7 +97,8 @@ class MetricAverageCallback(Callback):
         if not self._is_fitting or self.averages_validation:
             around = running_session()
             if around is None or not around.is_void:  # no rank would answer there
-                self._replace_results()
+                of_all = functools.partial(metrics_of_all_ranks, self.model, step="test_step")
+                replace_results(self.model, of_all)  # those that `evaluate` returns
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the validation states."""
@@ -123,15 +125,6 @@ class MetricAverageCallback(Callback):
         if logs is not None:
             # Keras passes the last epoch's logs again, as they were before on_epoch_end.
             logs.update({key: self._epoch_logs.get(key, value) for key, value in logs.items()})
-
-    def _replace_results(self) -> None:
-        """Let the running `evaluate` return the results of all ranks."""
-        model = self.model
-
-        def of_all_ranks(results: Any) -> dict[str, Any]:
-            return metrics_of_all_ranks(model, results, "test_step")
-
-        replace_results(model, of_all_ranks)
 
 
 def metrics_of_all_ranks(

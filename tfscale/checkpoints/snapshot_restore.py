@@ -139,10 +139,6 @@ class Reader:
         """The rank whose counters this one restores: rank 0 if the number of ranks has changed."""
         return runtime.rank() if len(self.parts) == runtime.size() else 0
 
-    def get(self, rank: int, name: str) -> np.ndarray:
-        """Return an array."""
-        return self.parts[rank].arrays[name]
-
     def share(self, name: str, mode: str) -> np.ndarray:
         """Return this rank's share of a metric's state; all shares reduce to the saved total."""
         values = np.asarray([part.arrays[name] for part in self.parts])

@@ -155,7 +155,7 @@ def describe(session: FitSession) -> dict[str, Any]:
     }
     return {
         "topics": topics,
-        "ranks": _ranks_of(model),
+        "ranks": list(process_set_of(model).ranks or range(runtime.size())),
         "first samples": _first_samples(session.data),
         "first weights": _first_weights(model, names),
     }
@@ -275,10 +275,6 @@ def _first_samples(data: Any) -> str:
         rows = max(1, _PROBED_BYTES // max(1, array[0:1].nbytes))
         digest.update(np.ascontiguousarray(array[:rows]).tobytes())
     return digest.hexdigest()
-
-
-def _ranks_of(model: Any) -> list[int]:
-    return list(process_set_of(model).ranks or range(runtime.size()))
 
 
 def _first_weights(model: Any, callbacks: set[str]) -> bytes:

@@ -32,10 +32,6 @@ _LOWER_IS_BETTER = (
 )
 
 
-def _is_better_lower(metric: str) -> bool:
-    return any(word in metric.lower() for word in _LOWER_IS_BETTER)
-
-
 def write_report(probes: Sequence[dict[str, Any]], folder: str, made: Mapping[str, str]) -> str:
     """Return a table in Markdown; write `compression.json` and, with matplotlib, a picture.
 
@@ -48,7 +44,7 @@ def write_report(probes: Sequence[dict[str, Any]], folder: str, made: Mapping[st
     trained = {name: runs for name, runs in own.items() if runs[0] not in refused}
     metric = next((p["metric"] for p in probes if p not in refused), "")
     base = {p["seed"]: p.get("value", math.nan) for p in own[probes[0]["compression"]]}
-    sign = 1 if _is_better_lower(metric) else -1
+    sign = 1 if any(word in metric.lower() for word in _LOWER_IS_BETTER) else -1
     rows = {name: ["refused", *[""] * 5] for name in own}
     for name, runs in trained.items():
         lost = [sign * (p["value"] - base.get(p["seed"], math.nan)) for p in runs]
