@@ -276,9 +276,8 @@ def _average(variables: list[keras.Variable], members: runtime.ProcessSet) -> No
     counted = [bool(np.all(np.isfinite(np.asarray(v.numpy())))) for v in variables]
     paths = [v.path for v, counts in zip(variables, counted, strict=True) if not counts]
     if paths:
-        more = f" and {len(paths) - _NAMES_SHOWN} more" if len(paths) > _NAMES_SHOWN else ""
-        text = "Rank %d has NaN or infinity in %s%s, and takes the average of the other ranks."
-        logger.warning(text, runtime.rank(), ", ".join(paths[:_NAMES_SHOWN]), more)
+        text = "Rank %d has NaN or infinity in %s, and takes the average of the other ranks."
+        logger.warning(text, runtime.rank(), objects.listed(paths, _NAMES_SHOWN))
     average_variables(variables, counted, "tfscale_non_trainable_state", members)
 
 
