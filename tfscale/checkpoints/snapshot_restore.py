@@ -219,7 +219,7 @@ class StatesOf:
     @property
     def is_same_host(self) -> bool:
         """True if this rank has the same place among the ranks of its host."""
-        return bool(self._part_of(self._source).info["hosts"] == _place_on_host())
+        return bool(self.reader.parts[self._source].info["hosts"] == _place_on_host())
 
     @property
     def is_end(self) -> bool:
@@ -235,12 +235,9 @@ class StatesOf:
     def _source(self) -> int:
         return runtime.rank() % self.size
 
-    def _part_of(self, rank: int) -> Part:
-        return self.reader.parts[rank]
-
     def of(self, rank: int) -> Saved:
         """Return a rank's copy of the state."""
-        part, number = self._part_of(rank), self.number
+        part, number = self.reader.parts[rank], self.number
         if number is None:
             return Saved(part.arrays, part.info)
         lists = {name: v for name, v in part.info.items() if isinstance(v, list)}

@@ -128,10 +128,7 @@ def is_alone() -> bool:
 
 
 def on_first_rank(
-    write: Callable[[], None],
-    what: str,
-    path: Any = "",
-    aside: Callable[[], None] | None = None,
+    write: Callable[[], None], what: str, path: Any = "", aside: Callable[[], None] | None = None
 ) -> None:
     """Write on the first rank that names a path; return on all when it is done. Collective.
 

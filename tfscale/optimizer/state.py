@@ -280,9 +280,7 @@ class KeptState:
             del store  # the outer optimizer has loaded all state
 
         replace_methods(
-            self._rule,
-            save_own_variables=save_own_variables,
-            load_own_variables=load_own_variables,
+            self._rule, save_own_variables=save_own_variables, load_own_variables=load_own_variables
         )
 
     def stop_serving(self) -> None:
