@@ -116,7 +116,7 @@ class MetricAverageCallback(Callback):
             logs.update(self._epoch_logs)
             return
         self._snapshots.setdefault("", _Snapshot.of(self.model, "train_step"))
-        _average_logs(self.model, logs, self._snapshots)
+        _average_logs(logs, self._snapshots)
         self._epoch_logs = dict(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -135,7 +135,7 @@ def metrics_of_all_ranks(
     `is_direct` is for results that are those of the step itself, as of `train_on_batch`.
     """
     logs = _scalars(results)
-    _average_logs(model, logs, {"": _Snapshot.of(model, step, is_direct)})
+    _average_logs(logs, {"": _Snapshot.of(model, step, is_direct)})
     return logs
 
 
@@ -175,9 +175,7 @@ def _result_of(metric: keras.metrics.Metric, part: str | None) -> Any:
     return result if part is None else dict(flat_items(result))[part]
 
 
-def _average_logs(
-    model: keras.Model, logs: dict[str, Any], snapshots: dict[str, _Snapshot]
-) -> None:
+def _average_logs(logs: dict[str, Any], snapshots: dict[str, _Snapshot]) -> None:
     """Replace the values of `logs` by those of all ranks together, in place. Collective.
 
     A number or array made by metrics is recomputed from their reduced states. Any other number is
