@@ -160,9 +160,9 @@ def _first_of(
 ) -> tuple[bool, list[str]]:
     """Return whether this rank is the first that names its path, and all paths. Collective."""
     is_path = isinstance(path, (str, os.PathLike))
-    own = os.path.abspath(os.fspath(path)) if is_path else f"object on {runtime.rank()}"
-    paths = objects.allgather_object(own, what, process_set)
-    return paths.index(own) == process_set.rank(), paths
+    name = os.path.abspath(os.fspath(path)) if is_path else f"object on {runtime.rank()}"
+    names = objects.allgather_object(name, what, process_set)
+    return names.index(name) == process_set.rank(), names
 
 
 def _error_of(action: Callable[[], None]) -> str:
