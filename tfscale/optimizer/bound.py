@@ -88,13 +88,8 @@ class Bound:
         groups = groups or self.groups
         process_set = groups.process_set if groups else self.executor.request.process_set
         is_cut = may_cut and self._may_cut(strategy, process_set)
-        executor = replace(
-            self.executor,
-            strategy=strategy if is_cut else strategy.whole(),
-            process_set=process_set,
-            shards=None,
-            table=(),
-        )
+        whole = replace(self.executor, process_set=process_set, shards=None, table=())
+        executor = replace(whole, strategy=strategy if is_cut else strategy.whole())
         adapted = replace(self, strategy=strategy, executor=executor, groups=groups)
         return replace(adapted, is_ready=True, waits=True, kept=None)
 
