@@ -141,14 +141,7 @@ RAISED = "raised"  # as FINISHED, but this rank left while an exception was bein
 
 # Bytes of the file's texts, one after another. custom_ops/comm/status_file.h writes the place (the
 # last collective), and the reason why a collective failed.
-_SIZES = {
-    "state": 32,
-    "request": 32,
-    "place": 448,
-    "failed": 512,
-    "training": 128,
-    "error": 1 << 16,
-}
+_SIZES = {"state": 32, "request": 32, "place": 448, "failed": 512, "training": 128, "error": 65536}
 _OFFSETS = dict(zip(_SIZES, itertools.accumulate(_SIZES.values(), initial=0), strict=False))
 
 
