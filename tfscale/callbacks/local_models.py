@@ -11,7 +11,6 @@ import numpy as np
 
 from tfscale.callbacks.base import BeforeValidation, Callback
 from tfscale.comm import collectives, runtime
-from tfscale.comm.runtime import Max, Sum
 from tfscale.files import append_json_lines, has_matplotlib, read_json_lines, write_json_lines
 from tfscale.fit.preparation import prepare
 from tfscale.internals.keras import steps_until
@@ -119,7 +118,7 @@ class LocalModels(BeforeValidation):
         if self._strategy.start == "after_first_decay":
             highest = self._highest_rate
             has_decayed = np.int64(highest is not None and self._rate() < 0.999 * highest)
-            if int(collectives.allreduce(has_decayed, op=Sum, name="decays of the rate")):
+            if int(collectives.allreduce(has_decayed, op=runtime.Sum, name="decays of the rate")):
                 self._start_groups()
 
     def _measure_overlap(self) -> None:
@@ -133,7 +132,7 @@ class LocalModels(BeforeValidation):
             return
         own = np.float64(self._choice.steps_per_average(self.model.steps_per_execution))
         self._choice = None
-        steps = float(collectives.allreduce(own, op=Max, name="steps of an average"))
+        steps = float(collectives.allreduce(own, op=runtime.Max, name="steps of an average"))
         overlap = min(self._strategy.first_overlap, math.ceil(_RESERVE * steps))
         average.choose_overlap(overlap, steps)
         level = logging.INFO if runtime.rank() == 0 else logging.DEBUG

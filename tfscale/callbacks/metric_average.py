@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -106,7 +107,8 @@ class MetricAverageCallback(Callback):
         if not self._is_fitting or self.averages_validation:
             around = running_session()
             if around is None or not around.is_void:  # no rank would answer there
-                self._replace_results()
+                of_all = functools.partial(metrics_of_all_ranks, self.model, step="test_step")
+                replace_results(self.model, of_all)  # those that `evaluate` returns
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the validation states."""
@@ -124,7 +126,7 @@ class MetricAverageCallback(Callback):
             logs.update(self._epoch_logs)
             return
         self._snapshots.setdefault("", _Snapshot.of(self.model, "train_step"))
-        _average_logs(self.model, logs, self._snapshots)
+        _average_logs(logs, self._snapshots)
         self._epoch_logs = dict(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -133,15 +135,6 @@ class MetricAverageCallback(Callback):
         if logs is not None:
             # Keras passes the last epoch's logs again, as they were before on_epoch_end.
             logs.update({key: self._epoch_logs.get(key, value) for key, value in logs.items()})
-
-    def _replace_results(self) -> None:
-        """Let the running `evaluate` return the results of all ranks."""
-        model = self.model
-
-        def of_all_ranks(results: Any) -> dict[str, Any]:
-            return metrics_of_all_ranks(model, results, "test_step")
-
-        replace_results(model, of_all_ranks)
 
 
 def metrics_of_all_ranks(
@@ -152,7 +145,7 @@ def metrics_of_all_ranks(
     `is_direct` is for results that are those of the step itself, as of `train_on_batch`.
     """
     logs = _scalars(results)
-    _average_logs(model, logs, {"": _Snapshot.of(model, step, is_direct)})
+    _average_logs(logs, {"": _Snapshot.of(model, step, is_direct)})
     return logs
 
 
@@ -192,9 +185,7 @@ def _result_of(metric: keras.metrics.Metric, part: str | None) -> Any:
     return result if part is None else dict(flat_items(result))[part]
 
 
-def _average_logs(
-    model: keras.Model, logs: dict[str, Any], snapshots: dict[str, _Snapshot]
-) -> None:
+def _average_logs(logs: dict[str, Any], snapshots: dict[str, _Snapshot]) -> None:
     """Replace the values of `logs` by those of all ranks together, in place. Collective.
 
     A number or array made by metrics is recomputed from their reduced states. Any other number is

@@ -15,7 +15,6 @@ from tfscale.callbacks.local_models import LocalModels
 from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.checkpoints import variables as model_state
 from tfscale.comm import collectives, objects, runtime
-from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, require
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
@@ -294,7 +293,7 @@ def average_variables(
     variables: Sequence[keras.Variable],
     weights: Sequence[float],
     name: str,
-    process_set: ProcessSet = global_process_set,
+    process_set: runtime.ProcessSet = runtime.global_process_set,
 ) -> None:
     """Replace values by their mean over ranks, weighted by this rank's weight of each. Collective.
 
@@ -311,14 +310,13 @@ def average_variables(
             variable.assign(np.asarray(value) / total)
 
 
-def _average(variables: list[keras.Variable], members: ProcessSet) -> None:
+def _average(variables: list[keras.Variable], members: runtime.ProcessSet) -> None:
     """Average without values that are not finite: the sum would be NaN for all ranks."""
     counted = [bool(np.all(np.isfinite(np.asarray(v.numpy())))) for v in variables]
     paths = [v.path for v, counts in zip(variables, counted, strict=True) if not counts]
     if paths:
-        more = f" and {len(paths) - _NAMES_SHOWN} more" if len(paths) > _NAMES_SHOWN else ""
-        text = "Rank %d has NaN or infinity in %s%s, and takes the average of the other ranks."
-        logger.warning(text, runtime.rank(), ", ".join(paths[:_NAMES_SHOWN]), more)
+        text = "Rank %d has NaN or infinity in %s, and takes the average of the other ranks."
+        logger.warning(text, runtime.rank(), objects.listed(paths, _NAMES_SHOWN))
     average_variables(variables, counted, "tfscale_non_trainable_state", members)
 
 

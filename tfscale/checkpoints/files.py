@@ -85,11 +85,6 @@ class Part:
             return self.arrays.read(name, start, stop)
         return self.arrays[name].reshape(-1)[start:stop]
 
-    def series(self, name: str) -> list[str]:
-        """Return the names "name/0", "name/1" and so on of arrays that exist."""
-        numbered = (f"{name}/{i}" for i in itertools.count())
-        return list(itertools.takewhile(self.arrays.__contains__, numbered))
-
 
 def write_part(folder: Path, rank: int, part: Part) -> None:
     """Write a part: first the arrays, then the manifest with their checksum.

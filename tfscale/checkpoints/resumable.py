@@ -110,7 +110,7 @@ def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: i
             state = states[runtime.rank()]
         else:
             state = callback.merge_states(states) if isinstance(callback, Mergeable) else states[0]
-        arrays = [parts[leader].arrays[name] for name in parts[leader].series(f"callback{j}")]
+        arrays = Saved(parts[leader].arrays).series(f"callback{j}")
         callback.restore_state({**state, "arrays": arrays} if arrays else dict(state), epoch)
 
 

@@ -139,10 +139,6 @@ class Reader:
         """The rank whose counters this one restores: rank 0 if the number of ranks has changed."""
         return runtime.rank() if len(self.parts) == runtime.size() else 0
 
-    def get(self, rank: int, name: str) -> np.ndarray:
-        """Return an array."""
-        return self.parts[rank].arrays[name]
-
     def share(self, name: str, mode: str) -> np.ndarray:
         """Return this rank's share of a metric's state; all shares reduce to the saved total."""
         values = np.asarray([part.arrays[name] for part in self.parts])
@@ -223,7 +219,7 @@ class StatesOf:
     @property
     def is_same_host(self) -> bool:
         """True if this rank has the same place among the ranks of its host."""
-        return bool(self._part_of(self._source).info["hosts"] == _place_on_host())
+        return bool(self.reader.parts[self._source].info["hosts"] == _place_on_host())
 
     @property
     def is_end(self) -> bool:
@@ -239,12 +235,9 @@ class StatesOf:
     def _source(self) -> int:
         return runtime.rank() % self.size
 
-    def _part_of(self, rank: int) -> Part:
-        return self.reader.parts[rank]
-
     def of(self, rank: int) -> Saved:
         """Return a rank's copy of the state."""
-        part, number = self._part_of(rank), self.number
+        part, number = self.reader.parts[rank], self.number
         if number is None:
             return Saved(part.arrays, part.info)
         lists = {name: v for name, v in part.info.items() if isinstance(v, list)}

@@ -13,12 +13,7 @@ from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 from tfscale.fit import adapted_layers
 from tfscale.fit.metric_updates import metrics_of, reductions_of
 from tfscale.internals.keras import layers_of, seeds_of, state_of, weights_of
-from tfscale.internals.optimizers import (
-    optimizers_of,
-    slots_of,
-    trained_by,
-    update_rule,
-)
+from tfscale.internals.optimizers import optimizers_of, slots_of, trained_by, update_rule
 from tfscale.optimizer.distributed import differing_variables, distributed_optimizers
 
 logger = logging.getLogger("tfscale")

@@ -9,17 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale.comm import runtime
+from tfscale.comm import eager, runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.backends.horovod import scale
 from tfscale.comm.compression import Compression, refuse_quantized
-from tfscale.comm.eager import (
-    ArgumentConfigError,
-    ArgumentExchangeError,
-    agree,
-    header_of,
-    raise_own_errors,
-)
 from tfscale.comm.runtime import Average, ProcessSet, Sum, global_process_set, reduction_of
 from tfscale.config import ConfigError
 
@@ -32,7 +25,7 @@ def call_of(process_set: ProcessSet, what: str, name: str | None = None) -> Call
     """Return a call of the collective `what`; raises ExchangeError outside of the process set."""
     group = process_set.group()
     if group.rank < 0:
-        raise ArgumentExchangeError(
+        raise eager.ArgumentExchangeError(
             f"Only members of a process set may call {what}. Received: a call on rank "
             f"{runtime.rank()}, which is not in {list(group.ranks)}. Guard it with "
             "process_set.included()."
@@ -56,8 +49,8 @@ def _guarded(
     """Run `body`; eager ranks first check that all call the same collective."""
     if not tf.executing_eagerly():
         return body()
-    agree(header_of(kind, options, list(tensors), call.label), call.group)
-    return raise_own_errors(body)
+    eager.agree(eager.header_of(kind, options, list(tensors), call.label), call.group)
+    return eager.raise_own_errors(body)
 
 
 def _run(
@@ -475,7 +468,7 @@ def _alltoall(value: tf.Tensor, parts: tf.Tensor, call: Call) -> tuple[tf.Tensor
 
 def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
     if value.shape.rank == 0 or (value.shape[0] is not None and value.shape[0] % size):
-        raise ArgumentConfigError(
+        raise eager.ArgumentConfigError(
             f"Without splits the rows must be a multiple of the {size} ranks. "
             f"Received: shape={value.shape}. Pass splits."
         )
@@ -485,7 +478,7 @@ def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
 def _given_splits(splits: Any, value: tf.Tensor, size: int) -> tf.Tensor:
     parts = tf.convert_to_tensor(splits)
     if not parts.dtype.is_integer or not parts.shape.is_compatible_with([size]):
-        raise ArgumentConfigError(
+        raise eager.ArgumentConfigError(
             f"splits must be a vector of integers, a number of rows for each of the {size} ranks. "
             f"Received: dtype={parts.dtype.name}, shape={parts.shape}."
         )
@@ -493,7 +486,7 @@ def _given_splits(splits: Any, value: tf.Tensor, size: int) -> tf.Tensor:
     rows = value.shape[0] if value.shape.rank else None
     is_known = given is not None and rows is not None
     if is_known and (given.sum() != rows or (given < 0).any()):
-        raise ArgumentConfigError(
+        raise eager.ArgumentConfigError(
             f"splits must be 0 or more and add up to the {rows} rows of the tensor. "
             f"Received: splits={given.tolist()}."
         )
@@ -634,7 +627,9 @@ def allreduce_sparse(
     terms = reduction.terms("sparse") + _dense_shape_terms(own)
     terms += f", indices {slices.indices.dtype.name}, values {dtype.name}"
     if tf.executing_eagerly():
-        agree(header_of("sparse allreduce", [terms], [own.values], call.label), call.group)
+        eager.agree(
+            eager.header_of("sparse allreduce", [terms], [own.values], call.label), call.group
+        )
 
     def gather(what: str, rows: tf.Tensor) -> tf.Tensor:
         named = Call(call.group, f"{call.label} {what}", call.after, terms=terms)

@@ -182,7 +182,7 @@ def _difference(label: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
     name = label.rstrip(":= ")
     if any(isinstance(value, bytes) or len(str(value)) > _LETTERS_SHOWN for value in values):
         others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]
-        return f"other {name or 'values'} on rank {_listed(others)} than on rank {ranks[0]}"
+        return f"other {name or 'values'} on rank {listed(others)} than on rank {ranks[0]}"
     holders: list[tuple[Any, list[int]]] = []
     for rank, value in zip(ranks, values, strict=True):
         known = next((own for other, own in holders if other == value), None)
@@ -192,14 +192,15 @@ def _difference(label: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
     texts = []
     for value, own in holders[:_VALUES_SHOWN]:
         text = f"no {name}" if value is _MISSING else f"{label}{value}"
-        texts.append(f"{text} on rank {_listed(own)}")
+        texts.append(f"{text} on rank {listed(own)}")
     others = [rank for _, own in holders[_VALUES_SHOWN:] for rank in own]
-    return " and ".join([*texts, *([f"others on rank {_listed(others)}"] if others else [])])
+    return " and ".join([*texts, *([f"others on rank {listed(others)}"] if others else [])])
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    more = len(ranks) - _RANKS_SHOWN
-    shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+def listed(items: Sequence[Any], n_shown: int = _RANKS_SHOWN) -> str:
+    """Return "0, 1, 2 and 5 more"."""
+    more = len(items) - n_shown
+    shown = ", ".join(map(str, items[:n_shown]))
     return f"{shown} and {more} more" if more > 0 else shown
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -138,18 +139,10 @@ TOLD = "told"  # it ends because communication failed; another rank may be the c
 FINISHED = "finished"  # all ranks have left the job together
 RAISED = "raised"  # as FINISHED, but this rank left while an exception was being handled
 
-# Layout of the file; custom_ops/comm/status_file.h writes the place (the last collective), and the
-# reason why a collective failed.
-_STATE_BYTES = 32
-_REQUEST_BYTES = 32
-_PLACE_BYTES = 448
-_FAILED_BYTES = 512
-_TRAINING_BYTES = 128
-_PLACE = _STATE_BYTES + _REQUEST_BYTES
-_FAILED = _PLACE + _PLACE_BYTES
-_TRAINING = _FAILED + _FAILED_BYTES
-_ERROR = _TRAINING + _TRAINING_BYTES
-_ERROR_BYTES = 1 << 16
+# Bytes of the file's texts, one after another. custom_ops/comm/status_file.h writes the place (the
+# last collective), and the reason why a collective failed.
+_SIZES = {"state": 32, "request": 32, "place": 448, "failed": 512, "training": 128, "error": 65536}
+_OFFSETS = dict(zip(_SIZES, itertools.accumulate(_SIZES.values(), initial=0), strict=False))
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ class RankStatus:
 def create() -> int:
     """Return the descriptor of a new, empty file in memory."""
     descriptor = os.memfd_create("tfscale-rank")
-    os.truncate(descriptor, _ERROR)
+    os.truncate(descriptor, _OFFSETS["error"])
     return descriptor
 
 
@@ -181,19 +174,13 @@ def path_of(descriptor: int) -> str:
 def read(descriptor: int) -> RankStatus:
     """Return the status that a rank left in its file."""
 
-    def text(n_bytes: int, offset: int) -> str:
-        return os.pread(descriptor, n_bytes, offset).partition(b"\0")[0].decode(errors="replace")
+    def text(name: str) -> str:
+        data = os.pread(descriptor, _SIZES[name], _OFFSETS[name])
+        return data.partition(b"\0")[0].decode(errors="replace")
 
-    request = text(_REQUEST_BYTES, _STATE_BYTES)
-    return RankStatus(
-        text(_STATE_BYTES, 0),
-        text(_PLACE_BYTES, _PLACE),
-        text(_ERROR_BYTES, _ERROR),
-        bool(request),
-        text(_TRAINING_BYTES, _TRAINING),
-        request == _SAVED,
-        text(_FAILED_BYTES, _FAILED),
-    )
+    texts = {name: text(name) for name in _SIZES}
+    request = texts.pop("request")
+    return RankStatus(**texts, was_asked=bool(request), has_saved=request == _SAVED)
 
 
 @functools.cache
@@ -207,7 +194,7 @@ def file_path() -> str:
 
 def write_state(state: str) -> None:
     """Write the state of this rank to its status file, if it has one."""
-    _write(state.encode().ljust(_STATE_BYTES, b"\0"), 0)
+    _write("state", state.encode())
 
 
 _SAVED = "saved"
@@ -218,7 +205,7 @@ def write_request(has_saved: bool = False) -> None:
 
     `has_saved` says that it has done so, with all others, and only has to end.
     """
-    _write((_SAVED if has_saved else "asked").encode(), _STATE_BYTES)
+    _write("request", (_SAVED if has_saved else "asked").encode())
 
 
 def write_training(
@@ -232,26 +219,25 @@ def write_training(
         exchange: Name of the strategy, without spaces.
         is_crowded: Whether more ranks than cores share this host.
     """
-    text = f"{waiting:.4f} {step_bytes:.0f} {exchange} {int(is_crowded)}"
-    _write(text.encode()[:_TRAINING_BYTES].ljust(_TRAINING_BYTES, b"\0"), _TRAINING)
+    _write("training", f"{waiting:.4f} {step_bytes:.0f} {exchange} {int(is_crowded)}".encode())
 
 
 def write_error(text: str) -> None:
     """Write the reason why this rank ends; later texts are ignored."""
     path = file_path()
     with contextlib.suppress(OSError):
-        if path and os.path.getsize(path) <= _ERROR:
-            _write(text.encode()[-_ERROR_BYTES:], _ERROR)
+        if path and os.path.getsize(path) <= _OFFSETS["error"]:
+            _write("error", text.encode()[-_SIZES["error"] :])
 
 
-def _write(data: bytes, offset: int) -> None:
+def _write(name: str, data: bytes) -> None:
     path = file_path()
     if not path:
         return
     # The process beside this rank may have been killed; then this rank is about to end too.
     with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
-        file.seek(offset)
-        file.write(data)
+        file.seek(_OFFSETS[name])
+        file.write(data[: _SIZES[name]].ljust(_SIZES[name], b"\0"))
 
 
 logger = logging.getLogger("tfscale")

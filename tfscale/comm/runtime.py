@@ -346,8 +346,7 @@ def num_given_up() -> int:
 
 def start_incarnation() -> None:
     """Separate later collectives from those left of a step that was given up. Collective."""
-    state = _current()
-    state.start_incarnation()
+    _current().start_incarnation()
 
 
 def is_initialized() -> bool:

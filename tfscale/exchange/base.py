@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -93,7 +93,8 @@ class Exchange(abc.ABC):
 def resolve(exchange: Any) -> Exchange:
     """Return a strategy given as an object or a name; raises a ConfigError for others."""
     if isinstance(exchange, str) and exchange in EXCHANGES:
-        return load(EXCHANGES[exchange])()
+        # Imported on first use: a tape needs no planner.
+        return pkgutil.resolve_name(EXCHANGES[exchange])()
     if isinstance(exchange, Exchange):
         return exchange
     names = ", ".join(repr(name) for name in EXCHANGES)
@@ -101,9 +102,3 @@ def resolve(exchange: Any) -> Exchange:
         f"exchange must be one of {names} or a strategy such as tfscale.Allreduce(bucket_mb=4). "
         f"Received: exchange={exchange!r}."
     )
-
-
-def load(place: str) -> Any:
-    """Return the object at "module:name", imported on first use: a tape needs no planner."""
-    module, name = place.split(":")
-    return getattr(importlib.import_module(module), name)

@@ -94,68 +94,72 @@ class ReplicatedCall:
         # wait for the kernel's gather, and later reads of the kernel for them.
         self._order = tf.Variable(0.0, trainable=False, name="order")
 
-    def __call__(self, inputs: Any, training: bool | None = None) -> Any:
-        """Compute the layer for inputs of shape [samples, ..., n_in]."""
+    @property
+    def layer(self) -> keras.layers.Dense:
+        """The layer whose call this is."""
         layer = self._layer()
         assert layer is not None
-        group = self.process_set.group()
+        return layer
+
+    @property
+    def group(self) -> Group:
+        """The ranks that exchange activations."""
+        return self.process_set.group()
+
+    def __call__(self, inputs: Any, training: bool | None = None) -> Any:
+        """Compute the layer for inputs of shape [samples, ..., n_in]."""
+        layer, group = self.layer, self.group
         if not training or not runs_once_per_step() or group.size == 1 or group.rank < 0:
-            self._note(layer, "weights", "weights")
+            self._note("weights", "weights")
             return self._original(layer, inputs, training=training)
         weights = [tf.convert_to_tensor(v) for v in (layer.kernel, layer.bias) if v is not None]
-        outputs = self._multiply(layer, group, tf.convert_to_tensor(inputs), weights)
+        outputs = self._multiply(tf.convert_to_tensor(inputs), weights)
         return outputs if layer.activation is None else layer.activation(outputs)
 
-    def _multiply(
-        self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor, weights: list[tf.Tensor]
-    ) -> tf.Tensor:
-        factor = 1.0 / group.size if self.options.op == Average else 1.0
-        self._note(layer, self.kernel_use, "replicated")
+    def _multiply(self, inputs: tf.Tensor, weights: list[tf.Tensor]) -> tf.Tensor:
+        factor = 1.0 / self.group.size if self.options.op == Average else 1.0
+        self._note(self.kernel_use, "replicated")
 
         @tf.custom_gradient
         def multiply(x: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> Any:
-            sent = self._send(layer, group, x)
+            sent = self._send(x)
             outputs = tf.matmul(x, kernel)
 
             def gradient(error: tf.Tensor) -> list[Any]:
-                errors = self._gather(layer, group, shares.weighted(error), "errors")
+                errors = self._gather(shares.weighted(error), "errors")
                 errors *= tf.constant(factor, errors.dtype)
-                of_kernel = self._kernel_gradient(layer, group, sent, errors)
+                of_kernel = self._kernel_gradient(sent, errors)
                 of_bias = [tf.reduce_sum(errors, axis=0)] if bias else []
-                _note_made(layer, [of_kernel, *of_bias])
+                _note_made(self.layer, [of_kernel, *of_bias])
                 return [tf.matmul(error, kernel, transpose_b=True), of_kernel, *of_bias]
 
             return tf.nn.bias_add(outputs, bias[0]) if bias else outputs, gradient
 
         return multiply(inputs, *weights)
 
-    def _send(self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor) -> tf.Tensor:
+    def _send(self, inputs: tf.Tensor) -> tf.Tensor:
         """Return the part of the whole batch's activations that this rank needs."""
-        return self._gather(layer, group, inputs, "activations")
+        return self._gather(inputs, "activations")
 
-    def _kernel_gradient(
-        self, layer: keras.layers.Dense, group: Group, sent: tf.Tensor, errors: tf.Tensor
-    ) -> Any:
+    def _kernel_gradient(self, sent: tf.Tensor, errors: tf.Tensor) -> Any:
         """Return the gradient from the result of `_send` and the whole batch's output gradients."""
         return tf.matmul(sent, errors, transpose_a=True)
 
-    def _gather(
-        self, layer: keras.layers.Dense, group: Group, tensor: tf.Tensor, what: str
-    ) -> tf.Tensor:
+    def _gather(self, tensor: tf.Tensor, what: str) -> tf.Tensor:
         """Return the rows of all ranks as a matrix."""
         width = tensor.shape[-1]
         packed, context = self.options.compression.compress(tf.reshape(tensor, [-1, width]))
-        rows, _ = runtime.backend().allgather(packed, self._call(layer, group, what))
+        rows, _ = runtime.backend().allgather(packed, self._call(what))
         rows = tf.ensure_shape(rows, [None, width])
         return self.options.compression.decompress(rows, context)
 
-    def _call(self, layer: keras.layers.Dense, group: Group, what: str) -> Call:
-        return Call(group, f"{layer.path} {what}", (self._order.handle,), _STREAM)
+    def _call(self, what: str) -> Call:
+        return Call(self.group, f"{self.layer.path} {what}", (self._order.handle,), _STREAM)
 
-    def _note(self, layer: keras.layers.Dense, kernel: Kind, bias: Kind) -> None:
-        _note_use(layer.kernel, kernel)
-        if layer.bias is not None:
-            _note_use(layer.bias, bias)
+    def _note(self, kernel: Kind, bias: Kind) -> None:
+        _note_use(self.layer.kernel, kernel)
+        if self.layer.bias is not None:
+            _note_use(self.layer.bias, bias)
 
 
 class PartialCall(ReplicatedCall):
@@ -170,25 +174,24 @@ class PartialCall(ReplicatedCall):
 
     kernel_use: Kind = "partial"
 
-    def _send(self, layer: keras.layers.Dense, group: Group, inputs: tf.Tensor) -> tf.Tensor:
-        cuts = row_cuts(inputs.shape[-1], group.size)
+    def _send(self, inputs: tf.Tensor) -> tf.Tensor:
+        cuts = row_cuts(inputs.shape[-1], self.group.size)
         n_rows = [end - begin for begin, end in itertools.pairwise(cuts)]
         packed, context = self.options.compression.compress(
             tf.reshape(inputs, [-1, inputs.shape[-1]])
         )
         parts = [tf.reshape(part, [-1]) for part in tf.split(packed, n_rows, axis=1)]
         splits = tf.constant(n_rows, tf.int64) * tf.shape(packed, tf.int64)[0]
-        call = self._call(layer, group, "activations")
+        call = self._call("activations")
         received, _ = runtime.backend().alltoall(tf.concat(parts, 0), splits, call)
-        columns = tf.reshape(received, [-1, n_rows[group.rank]])
+        columns = tf.reshape(received, [-1, n_rows[self.group.rank]])
         return self.options.compression.decompress(columns, context)
 
-    def _kernel_gradient(
-        self, layer: keras.layers.Dense, group: Group, sent: tf.Tensor, errors: tf.Tensor
-    ) -> Any:
-        begin, end = row_cuts(layer.kernel.shape[0], group.size)[group.rank :][:2]
-        own = tf.matmul(sent, errors, transpose_a=True)
-        return tf.IndexedSlices(own, tf.range(begin, end), tf.constant(tuple(layer.kernel.shape)))
+    def _kernel_gradient(self, sent: tf.Tensor, errors: tf.Tensor) -> Any:
+        shape, group = tuple(self.layer.kernel.shape), self.group
+        begin, end = row_cuts(shape[0], group.size)[group.rank :][:2]
+        rows = tf.matmul(sent, errors, transpose_a=True)
+        return tf.IndexedSlices(rows, tf.range(begin, end), tf.constant(shape))
 
 
 def _note_use(variable: Any, use: Kind) -> None:

@@ -16,15 +16,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale.comm import runtime
+from tfscale.comm import eager, runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.compression import QuantizedCompressor
-from tfscale.comm.eager import agree, header_of
-from tfscale.comm.runtime import reduction_of, require_reducible
 from tfscale.config import ConfigError, require
 from tfscale.exchange import batch_shares as shares
-from tfscale.exchange.batch_shares import Rider
 from tfscale.exchange.residuals import Cuts, Residuals, Update
 from tfscale.exchange.shards import Shards, label_of, name_of
 from tfscale.internals.keras import by_device
@@ -77,7 +74,7 @@ class GradientOptions:
 
     def reduction(self, size: int) -> Reduction:
         """Return the sum over `size` ranks, with the factors before and after it."""
-        return reduction_of(self.op, size, 1.0 / self.predivide, self.predivide)
+        return runtime.reduction_of(self.op, size, 1.0 / self.predivide, self.predivide)
 
 
 @dataclass(frozen=True)
@@ -150,7 +147,7 @@ class Wire:
     # Next values of residuals, which the parts add.
     updates: list[Update] = field(default_factory=list, compare=False)
     # What else is to be sent: the first sum takes it. `checks` is what the update must wait for.
-    riders: list[Rider] = field(default_factory=list, compare=False)
+    riders: list[shares.Rider] = field(default_factory=list, compare=False)
     checks: list[tf.Tensor] = field(default_factory=list, compare=False)
 
     def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
@@ -163,7 +160,7 @@ class Wire:
 
     def reduction(self, tensors: Sequence[tf.Tensor]) -> Reduction:
         """Return op and factors that reduce tensors; ConfigError if a dtype cannot be summed."""
-        require_reducible(tensors)
+        runtime.require_reducible(tensors)
         return self.options.reduction(self.group.size)
 
     def quantized(
@@ -182,7 +179,7 @@ class Wire:
         compression = self.residuals.compression
         assert isinstance(compression, QuantizedCompressor)
         if tf.executing_eagerly():
-            agree(header_of("gradients", [], list(tensors), call.label), call.group)
+            eager.agree(eager.header_of("gradients", [], list(tensors), call.label), call.group)
         chosen, size = [self.variables[i] for i in indices], self.group.size
         reduction = self.options.reduction(size)
         cuts = parts or [block_cuts(math.prod(t.shape), compression.block, size) for t in tensors]
@@ -200,7 +197,7 @@ class Wire:
     ) -> list[tf.Tensor]:
         """Sum tensors over the ranks of a call, as one message. Collective."""
         if tf.executing_eagerly():
-            agree(header_of("gradients", [], list(tensors), call.label), call.group)
+            eager.agree(eager.header_of("gradients", [], list(tensors), call.label), call.group)
         return runtime.backend().allreduce(tensors, call, reduction)
 
 

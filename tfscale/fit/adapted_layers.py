@@ -10,12 +10,7 @@ import keras
 import numpy as np
 
 from tfscale.comm import objects
-from tfscale.internals.keras import (
-    drop_functions,
-    layers_of,
-    lookup_layer,
-    state_of,
-)
+from tfscale.internals.keras import drop_functions, layers_of, lookup_layer, state_of
 
 
 def refresh_all(model: keras.Model) -> None:

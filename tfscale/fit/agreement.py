@@ -21,13 +21,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.fit import adapted_layers
 from tfscale.fit.session import FitSession
-from tfscale.internals.optimizers import (
-    config_of,
-    is_wrapped,
-    optimizer_of,
-    scaled_by,
-    update_rule,
-)
+from tfscale.internals.optimizers import config_of, is_wrapped, optimizer_of, scaled_by, update_rule
 from tfscale.internals.traits import Traits, given_of, own_of, show_averages, train_apart
 from tfscale.optimizer import first_step
 from tfscale.optimizer.distributed import distributed_of, distributed_optimizers, process_set_of
@@ -161,7 +155,7 @@ def describe(session: FitSession) -> dict[str, Any]:
     }
     return {
         "topics": topics,
-        "ranks": _ranks_of(model),
+        "ranks": list(process_set_of(model).ranks or range(runtime.size())),
         "first samples": _first_samples(session.data),
         "first weights": _first_weights(model, names),
     }
@@ -281,10 +275,6 @@ def _first_samples(data: Any) -> str:
         rows = max(1, _PROBED_BYTES // max(1, array[0:1].nbytes))
         digest.update(np.ascontiguousarray(array[:rows]).tobytes())
     return digest.hexdigest()
-
-
-def _ranks_of(model: Any) -> list[int]:
-    return list(process_set_of(model).ranks or range(runtime.size()))
 
 
 def _first_weights(model: Any, callbacks: set[str]) -> bytes:

@@ -22,12 +22,7 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
-from tfscale.internals.keras import (
-    raw_variable,
-    replace_methods,
-    replace_step,
-    restore_methods,
-)
+from tfscale.internals.keras import raw_variable, replace_methods, replace_step, restore_methods
 from tfscale.internals.trace import changes_of, current_graph, probe
 
 REDUCTIONS = ("sum", "mean", "max", "min")  # of metrics' states over ranks

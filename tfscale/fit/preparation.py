@@ -8,29 +8,14 @@ from typing import Any
 import keras
 
 from tfscale.comm import runtime
-from tfscale.comm.runtime import global_process_set
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit.session import session_for, session_of
 from tfscale.fit.uneven_batches import GuardedStep
-from tfscale.internals.keras import (
-    batch_spec_of,
-    build_from_spec,
-    drop_functions,
-    is_built,
-    is_xla_automatic,
-    layers_of,
-    replace_optimizer,
-    switch_off_xla,
-    wrap_train_function,
-)
-from tfscale.internals.optimizers import (
-    optimizer_of,
-    optimizers_of,
-    strategies_of,
-)
+from tfscale.internals import keras as internals
+from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 from tfscale.optimizer.saving import make_saves_safe
 
@@ -82,8 +67,10 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         has_changed = _restore_layers(model) or has_changed
     has_changed = _share_statistics(model) or has_changed
     if has_changed:
-        drop_functions(model)
-    wrap_train_function(model, lambda step: GuardedStep(model, step, session_of), GuardedStep)
+        internals.drop_functions(model)
+    internals.wrap_train_function(
+        model, lambda step: GuardedStep(model, step, session_of), GuardedStep
+    )
     make_saves_safe(model)
     return model
 
@@ -108,13 +95,13 @@ def _refuse_replicas(model: keras.Model) -> None:
 def _switch_off_xla(model: keras.Model) -> bool:
     if not getattr(model, "compiled", False) or not model.jit_compile:
         return False
-    if not is_xla_automatic(model):
+    if not internals.is_xla_automatic(model):
         raise ConfigError(
             "XLA cannot compile a step that exchanges gradients. Received: jit_compile=True. "
             "Compile the model with jit_compile=False."
         )
     logger.info("XLA is switched off: it cannot compile a step that exchanges gradients.")
-    switch_off_xla(model)
+    internals.switch_off_xla(model)
     return True
 
 
@@ -127,7 +114,7 @@ def _repair_loss_scale(model: keras.Model) -> bool:
     if type(distributed) is not DistributedOptimizer:
         return False
     distributed.insert_scaler(scaler)
-    replace_optimizer(model, distributed)
+    internals.replace_optimizer(model, distributed)
     logger.info("Loss scaling is moved inside of the distributed optimizer.")
     return True
 
@@ -137,7 +124,7 @@ def _restore_layers(model: keras.Model) -> bool:
     optimizers = optimizers_of(model)
     if not optimizers or any(map(distributed_of, optimizers)):
         return False
-    return any([dense.restore(layer) for layer in layers_of(model)])
+    return any([dense.restore(layer) for layer in internals.layers_of(model)])
 
 
 def _share_statistics(model: keras.Model) -> bool:
@@ -146,10 +133,9 @@ def _share_statistics(model: keras.Model) -> bool:
     So does Keras's own layer with `synchronized=True`, which knows replicas of tf.distribute only.
     """
     distributed = distributed_of(optimizer_of(model))
-    process_set = (
-        global_process_set if distributed is None else distributed.bound.executor.process_set
-    )
-    layers = layers_of(model)
+    everyone = runtime.global_process_set
+    process_set = everyone if distributed is None else distributed.bound.executor.process_set
+    layers = internals.layers_of(model)
     synced = [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
     has_changed = any([layer.follow(process_set) for layer in synced])
     if batch_shares.are_used():  # `tfscale.distribute` sees to the statistics of every layer
@@ -170,10 +156,10 @@ def build(model: keras.Model) -> None:
 
 def build_model(model: keras.Model) -> None:
     """Make the variables of a compiled model, and shards of its one optimizer if it has any."""
-    if not is_built(model):
+    if not internals.is_built(model):
         build_from_data(model)
     optimizer = optimizer_of(model)
-    if type(optimizer) is DistributedOptimizer and is_built(model):
+    if type(optimizer) is DistributedOptimizer and internals.is_built(model):
         _wire(optimizer, model)  # the layers may not have existed when the model was prepared
         _share_statistics(model)
 
@@ -189,4 +175,6 @@ def build_optimizer(model: keras.Model) -> None:
 
 def build_from_data(model: keras.Model) -> None:
     """Build model, losses and metrics from the element spec of the data of the running `fit`."""
-    build_from_spec(model, lambda: batch_spec_of(session_for(model).call.epochs))
+    internals.build_from_spec(
+        model, lambda: internals.batch_spec_of(session_for(model).call.epochs)
+    )

@@ -276,9 +276,7 @@ class GroupAverage:
         """Return the positions of each message; one message if an outer optimizer makes a step."""
         if self._strategy.outer is not None:
             return [list(range(len(self.targets)))] if self.targets else []
-        specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in self.targets]
-        buckets = build_buckets(specs, auto_bucket_bytes(specs))
-        return [sorted(bucket) for bucket in buckets[::-1]]
+        return [sorted(bucket) for bucket in messages_of(self.targets)]
 
     def _mean_parameters(self, part: Sequence[int], values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the means of parameters; compressed, of their changes since the last average."""
@@ -402,6 +400,12 @@ class GroupAverage:
         self.must_stop.assign(sums[-1] > 0)
         self.n_averages.assign_add(1)
         return tf.zeros([], tf.float64)
+
+
+def messages_of(variables: Sequence[keras.Variable]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of the variables of each message, in the order of the model."""
+    specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in variables]
+    return build_buckets(specs, auto_bucket_bytes(specs))[::-1]
 
 
 def like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:

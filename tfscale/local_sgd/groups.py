@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfscale.comm import objects, runtime
-from tfscale.comm.runtime import ProcessSet, global_process_set, own_process_set
 from tfscale.config import ConfigError, settings
 from tfscale.exchange.executor import Executor
 from tfscale.internals.optimizers import trained_by, update_rule
@@ -28,8 +27,8 @@ class Groups:
 
     strategy: Any
     members: list[list[int]]
-    process_set: ProcessSet = global_process_set
-    across: ProcessSet | None = None
+    process_set: runtime.ProcessSet = runtime.global_process_set
+    across: runtime.ProcessSet | None = None
 
     @property
     def is_apart(self) -> bool:
@@ -47,9 +46,9 @@ class Groups:
         Creates a process set of each group, and of the ranks at the same position in all groups.
         """
         rank, m = runtime.rank(), len(self.members[0])
-        sets = [own_process_set(ranks) for ranks in self.members]
+        sets = [runtime.own_process_set(ranks) for ranks in self.members]
         alike = [[group[i] for group in self.members] for i in range(m)]
-        across = [own_process_set(ranks) for ranks in alike]
+        across = [runtime.own_process_set(ranks) for ranks in alike]
         return replace(self, process_set=sets[rank // m], across=across[rank % m])
 
     def average(self, optimizer: Any, executor: Executor) -> GroupAverage:

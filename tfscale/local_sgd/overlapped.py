@@ -17,9 +17,9 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.exchange.executor import Reduced
 from tfscale.internals.keras import by_device, device_of, raw_variable
-from tfscale.local_sgd.averages import GroupAverage, set_constrained, when
+from tfscale.local_sgd.averages import GroupAverage, messages_of, set_constrained, when
 from tfscale.optimizer.state import n_bytes
-from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, layers_of
+from tfscale.plan.buckets import layers_of
 
 logger = logging.getLogger("tfscale")
 
@@ -105,9 +105,8 @@ class OverlappedAverage(GroupAverage):
 
     def _fragment(self, places: list[int], outer: Any) -> Fragment:
         targets = [self.targets[i] for i in places]
-        specs = [GradientSpec(v.path, tuple(v.shape), v.dtype) for v in targets]
         messages = []
-        buckets = build_buckets(specs, auto_bucket_bytes(specs))[::-1]
+        buckets = messages_of(targets)
         parts = (by_device(bucket, lambda i: device_of(targets[i])) for bucket in buckets)
         for bucket in chain(*parts):
             own = [raw_variable(targets[i]) for i in bucket]

@@ -244,11 +244,8 @@ class AutoWatch(Watch):
     def _try(self, scenario: Scenario, allowed: Sequence[Kind]) -> Course[None]:
         """Time plain allreduce and the promising plans; end with the fastest."""
         choices = candidates(scenario, allowed)
-        plans, hint = (
-            [c.fingerprint() for c in choices],
-            "Give all the same machine and global batch.",
-        )
-        objects.require_equal(plans, "Plans", hint)
+        plans = [choice.fingerprint() for choice in choices]
+        objects.require_equal(plans, "Plans", "Give all the same machine and global batch.")
         best = choices[0]
         plain_s = yield from _time(strategy_of(scenario.table, best.plain, _PLAIN))
         trials: list[Trial] = []

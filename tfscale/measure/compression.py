@@ -32,24 +32,20 @@ _LOWER_IS_BETTER = (
 )
 
 
-def _is_better_lower(metric: str) -> bool:
-    return any(word in metric.lower() for word in _LOWER_IS_BETTER)
-
-
 def write_report(probes: Sequence[dict[str, Any]], folder: str, made: Mapping[str, str]) -> str:
     """Return a table in Markdown; write `compression.json` and, with matplotlib, a picture.
 
     "lost" is a mean over seeds, each compared with the same seed of the first compression.
     """
-    own: dict[str, list[dict[str, Any]]] = {}
+    runs_of: dict[str, list[dict[str, Any]]] = {}
     for probe in probes:
-        own.setdefault(probe["compression"], []).append(probe)
+        runs_of.setdefault(probe["compression"], []).append(probe)
     refused = [p for p in probes if "refused" in p]
-    trained = {name: runs for name, runs in own.items() if runs[0] not in refused}
+    trained = {name: runs for name, runs in runs_of.items() if runs[0] not in refused}
     metric = next((p["metric"] for p in probes if p not in refused), "")
-    base = {p["seed"]: p.get("value", math.nan) for p in own[probes[0]["compression"]]}
-    sign = 1 if _is_better_lower(metric) else -1
-    rows = {name: ["refused", *[""] * 5] for name in own}
+    base = {p["seed"]: p.get("value", math.nan) for p in runs_of[probes[0]["compression"]]}
+    sign = 1 if any(word in metric.lower() for word in _LOWER_IS_BETTER) else -1
+    rows = {name: ["refused", *[""] * 5] for name in runs_of}
     for name, runs in trained.items():
         lost = [sign * (p["value"] - base.get(p["seed"], math.nan)) for p in runs]
         is_known = len(lost) > 1 and all(map(math.isfinite, lost))

@@ -12,21 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
-from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.executor import Executor, Request
 from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful, saved_together
+from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import raw_variable
-from tfscale.internals.optimizers import (
-    set_holder,
-    trained_by,
-    trains_all,
-    unbuild,
-    unbuilt,
-    unlisted_state,
-    update_rule,
-)
 from tfscale.optimizer import futures
 from tfscale.optimizer.nonfinite import NonFinite
 from tfscale.optimizer.rules import on_pieces, require_keras, warn_of_sums, why_uncut, why_whole
@@ -84,7 +75,7 @@ class Bound:
 
     def fresh(self) -> Any:
         """Return an optimizer without state if a copy would hold parts of it, else None."""
-        return unbuilt(self.optimizer) if self.is_cut else None
+        return internals.unbuilt(self.optimizer) if self.is_cut else None
 
     def among(self, strategy: Exchange, groups: Any = None, may_cut: bool = True) -> Bound:
         """Return the optimizer bound to a strategy among this job's ranks, not built.
@@ -97,22 +88,17 @@ class Bound:
         groups = groups or self.groups
         process_set = groups.process_set if groups else self.executor.request.process_set
         is_cut = may_cut and self._may_cut(strategy, process_set)
-        executor = replace(
-            self.executor,
-            strategy=strategy if is_cut else strategy.whole(),
-            process_set=process_set,
-            shards=None,
-            table=(),
-        )
-        unbuilt = replace(self, strategy=strategy, executor=executor, groups=groups)
-        return replace(unbuilt, is_ready=True, waits=True, kept=None)
+        whole = replace(self.executor, process_set=process_set, shards=None, table=())
+        executor = replace(whole, strategy=strategy if is_cut else strategy.whole())
+        adapted = replace(self, strategy=strategy, executor=executor, groups=groups)
+        return replace(adapted, is_ready=True, waits=True, kept=None)
 
-    def _may_cut(self, strategy: Exchange, process_set: ProcessSet) -> bool:
+    def _may_cut(self, strategy: Exchange, process_set: runtime.ProcessSet) -> bool:
         """Return whether a strategy can cut parameters; say why not if it is meant to."""
         group = process_set.group()
         if not strategy.is_sharding or group.size == 1 or group.rank < 0:
             return False
-        reason = why_whole(update_rule(self.optimizer))
+        reason = why_whole(self.rule)
         if reason:
             # A warning, which Python shows, as the exchange is not the requested one; once per job.
             level = logging.WARNING if runtime.rank() == 0 else logging.INFO
@@ -129,12 +115,11 @@ class Bound:
             state: Complete state of an optimizer that was built before, to continue with; None
                 builds one that is not built yet.
         """
-        optimizer, rule = self.optimizer, update_rule(self.optimizer)
-        executor, kept = self.executor, None
+        optimizer, rule, executor, kept = self.optimizer, self.rule, self.executor, None
         with tf.init_scope():
-            unlisted = {} if state is None else unlisted_state(rule)
+            unlisted = {} if state is None else internals.unlisted_state(rule)
             if state is not None:
-                unbuild(optimizer)
+                internals.unbuild(optimizer)
             if executor.strategy.is_sharding:
                 require_keras(variables)
                 executor = executor.cut(variables, lambda v: why_uncut(rule, v))
@@ -154,7 +139,7 @@ class Bound:
         """Load complete state into the optimizer, which was built again."""
         with tf.init_scope():
             for name, value in unlisted.items():
-                getattr(update_rule(self.optimizer), name).assign(value)
+                getattr(self.rule, name).assign(value)
             if self.kept is not None:
                 self.kept.load(state)
                 return
@@ -181,9 +166,14 @@ class Bound:
         if shards is not None and self.kept is not None:
             futures.release(shards.cut)
             self.kept.stop_serving()
-            set_holder(update_rule(self.optimizer), None)
+            internals.set_holder(self.rule, None)
 
     # What is bound
+
+    @property
+    def rule(self) -> Any:
+        """The optimizer that holds the update rule, inside any loss scaling."""
+        return internals.update_rule(self.optimizer)
 
     @property
     def is_cut(self) -> bool:
@@ -207,16 +197,16 @@ class Bound:
         """The model's variables for which the optimizer was built."""
         shards = self.executor.shards
         # Keras 3.10's LossScaleOptimizer does not know what its inner optimizer trains.
-        trained = trained_by(update_rule(self.optimizer))
+        trained = internals.trained_by(self.rule)
         if shards is None:
             return trained
         whole_of = {id(t): v for t, v in zip(shards.targets, shards.variables, strict=True)}
         return [whole_of.get(id(v), v) for v in trained]
 
     @property
-    def process_set(self) -> ProcessSet:
+    def process_set(self) -> runtime.ProcessSet:
         """The ranks that take part; all of them with local SGD."""
-        return self.executor.process_set if self.groups is None else global_process_set
+        return self.executor.process_set if self.groups is None else runtime.global_process_set
 
     @property
     def is_waiting_for_groups(self) -> bool:
@@ -227,13 +217,13 @@ class Bound:
         """Return why parameters that are not cut yet cannot be, or an empty string."""
         if self.executor.strategy.is_sharding:
             return ""
-        if self.groups is not None or not trains_all(model):
+        if self.groups is not None or not internals.trains_all(model):
             return "the model's parameters are not updated by one optimizer alone"
         if self.executor.observers:
             return "gradients are looked at while they are exchanged"
         if runtime.backend().name == "horovod":
             return "Horovod moves the bytes"
-        return why_whole(update_rule(self.optimizer))
+        return why_whole(self.rule)
 
     def memory_report(self) -> dict[str, int]:
         """Return the bytes of state, parameters and residuals; see `DistributedOptimizer`."""
@@ -270,7 +260,7 @@ class Bound:
 
         `gradients` are this rank's own, one or None for each of the model's `variables`.
         """
-        rule, executor = update_rule(self.optimizer), self.executor
+        rule, executor = self.rule, self.executor
         self._refuse_local(rule, variables)
         if executor.process_set.size() == 1 and executor.options.repeated_indices == "sum":
             warn_of_sums(rule, gradients)
@@ -306,7 +296,7 @@ class Bound:
         shards = self.executor.shards
         if shards is None:
             return
-        has_averages = update_rule(self.optimizer).use_ema or self.average is not None
+        has_averages = self.rule.use_ema or self.average is not None
         updated = None if has_averages else {shards.place(variable) for variable in trained}
         for variable in (
             shards.variables[i] for b in shards.buckets_with(updated) for i in b.indices
@@ -322,7 +312,7 @@ class Bound:
 
     def finish(self, variables: Sequence[Any]) -> None:
         """Set the final values of variables at the end of `fit`, as Keras does. Collective."""
-        has_averages, shards = update_rule(self.optimizer).use_ema, self.executor.shards
+        has_averages, shards = self.rule.use_ema, self.executor.shards
         if shards is None:
             self.optimizer.finalize_variable_values(variables)
         elif has_averages:

@@ -23,30 +23,15 @@ from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Request
 from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
+from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import raw_variable
-from tfscale.internals.optimizers import (
-    gradient_sums,
-    holder_of,
-    iterations_of,
-    optimizer_of,
-    optimizers_of,
-    scaled_by,
-    set_holder,
-    trained_by,
-    trains_all,
-    update_rule,
-)
 from tfscale.internals.trace import drop_traces
 from tfscale.internals.tracking import Represented
 from tfscale.optimizer import first_step
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.bound import Bound
 from tfscale.optimizer.nonfinite import NonFinite, Policy
-from tfscale.optimizer.rules import (
-    refuse_bypassed,
-    refuse_outer_scaler,
-    why_uncut,
-)
+from tfscale.optimizer.rules import refuse_bypassed, refuse_outer_scaler, why_uncut
 from tfscale.optimizer.state import KeptState, n_bytes
 from tfscale.plan.buckets import owner_of
 
@@ -189,7 +174,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         if self._self_accumulator is None:
             bound.step(list(grads), variables)
             return
-        rule = update_rule(self.__wrapped__)
+        rule = internals.update_rule(self.__wrapped__)
         self._self_accumulator.add(grads, variables, rule, lambda sums: bound.step(sums, variables))
 
     def note_compared(self) -> None:
@@ -199,7 +184,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Reduce and apply pairs of gradient and variable; return `iterations`, as Keras does."""
         self.apply(*map(list, zip(*grads_and_vars, strict=True)))
-        return iterations_of(self.__wrapped__)
+        return internals.iterations_of(self.__wrapped__)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Set the final values of variables at the end of `fit`, as Keras does. Collective."""
@@ -230,7 +215,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
             variables: The model's, to build an optimizer on that is not built yet.
             may_cut: Whether the strategy may cut parameters.
         """
-        before, rule, state = self._self_bound, update_rule(self.__wrapped__), None
+        before, rule, state = self._self_bound, internals.update_rule(self.__wrapped__), None
         if before.kept is not None:
             variables, state = before.variables, before.kept.gather()
             before.close()
@@ -241,12 +226,13 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         if variables is not None and state is None and rule.built and bound.is_cutting:
             with tf.init_scope():  # this may be the first step, for example of a loaded model
                 if not self.__wrapped__.built:  # `compile` has put loss scaling around it
-                    self.__wrapped__.build(trained_by(rule))
-                variables, state = trained_by(rule), [v.numpy() for v in self.__wrapped__.variables]
+                    self.__wrapped__.build(internals.trained_by(rule))
+                variables = internals.trained_by(rule)
+                state = [v.numpy() for v in self.__wrapped__.variables]
         if variables is not None:
             bound = bound.built_on(variables, state)
             if bound.is_cut:
-                set_holder(rule, self)
+                internals.set_holder(rule, self)
         self._self_bound = bound
 
     def _ready(self, variables: Sequence[Any] | None = None) -> Bound:
@@ -256,7 +242,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         """
         bound = self._self_bound
         if not bound.is_ready:
-            before = holder_of(update_rule(self.__wrapped__))
+            before = internals.holder_of(internals.update_rule(self.__wrapped__))
             if before is not None and before is not self:
                 before.undo_shards()  # it was compiled again, and wrapped in this one
             groups = bound.groups
@@ -282,8 +268,8 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
 
         `tfscale.prepare` calls this. `global_batch` counts the samples of all ranks together.
         """
-        bound, rule = self._ready(), update_rule(self.__wrapped__)
-        is_alone = trains_all(model)
+        bound, rule = self._ready(), internals.update_rule(self.__wrapped__)
+        is_alone = internals.trains_all(model)
         may_cut = is_alone and self._self_accumulator is None and bound.groups is None
         has_changed = bound.executor.choose_dense(
             model, lambda v: why_uncut(rule, v), global_batch, may_cut
@@ -367,7 +353,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         inner = self.__wrapped__
         scaler.inner_optimizer = inner
         if inner.built and not scaler.built:
-            scaler.build(trained_by(inner))
+            scaler.build(internals.trained_by(inner))
         self.__wrapped__ = scaler
         self._self_bound = replace(self._self_bound, optimizer=scaler)
 
@@ -563,19 +549,19 @@ def distributed_of(optimizer: Any) -> DistributedOptimizer | None:
     """Return a DistributedOptimizer, or that inside of a LossScaleOptimizer; None for others."""
     if type(optimizer) is DistributedOptimizer:
         return optimizer
-    inner = scaled_by(optimizer)
+    inner = internals.scaled_by(optimizer)
     return inner if type(inner) is DistributedOptimizer else None
 
 
 def distributed_optimizers(model: keras.Model | None) -> list[DistributedOptimizer]:
     """List the distributed optimizers of a model, in the order of `optimizers_of`."""
-    found = [] if model is None else [distributed_of(o) for o in optimizers_of(model)]
+    found = [] if model is None else [distributed_of(o) for o in internals.optimizers_of(model)]
     return [optimizer for optimizer in found if optimizer is not None]
 
 
 def process_set_of(model: Any) -> ProcessSet:
     """Return the ranks that train the same model as this one."""
-    distributed = distributed_of(optimizer_of(model))
+    distributed = distributed_of(internals.optimizer_of(model))
     return global_process_set if distributed is None else distributed.bound.process_set
 
 
@@ -606,7 +592,7 @@ def differing_variables(optimizer: Any) -> list[Any]:
     """
     distributed = distributed_of(optimizer)
     if distributed is None:
-        return gradient_sums(update_rule(optimizer))
+        return internals.gradient_sums(internals.update_rule(optimizer))
     kept = distributed.bound.kept
     return kept.parts if kept else []
 
@@ -628,8 +614,8 @@ def passes_per_update(model: keras.Model) -> int:
     More than 1 with `backward_passes_per_step` or Keras's `gradient_accumulation_steps`.
     """
     own = [accumulator.passes for accumulator in accumulators(model)]
-    keras_own = [update_rule(o).gradient_accumulation_steps or 1 for o in optimizers_of(model)]
-    return max([1, *own, *keras_own])
+    rules = map(internals.update_rule, internals.optimizers_of(model))
+    return max([1, *own, *(rule.gradient_accumulation_steps or 1 for rule in rules)])
 
 
 def _check(optimizer: Any, passes: int) -> None:
@@ -647,4 +633,4 @@ def _check(optimizer: Any, passes: int) -> None:
     if int(passes) != passes or passes < 1:
         raise ConfigError(f"backward_passes_per_step must be 1 or more. Received: {passes}.")
     if passes > 1:
-        refuse_accumulating(update_rule(optimizer))
+        refuse_accumulating(internals.update_rule(optimizer))

@@ -96,7 +96,7 @@ def make_futures(variables: Sequence[Any], on_assign: OnAssign | None = None) ->
     for variable in variables:
         object.__setattr__(variable, _FUTURE, future)
         if not isinstance(variable, Awaited):
-            set_class(variable, _awaited_class(variable))
+            set_class(variable, _awaited_class(variable.__class__))
 
 
 def assignment_hook(variable: Any) -> OnAssign | None:
@@ -137,7 +137,7 @@ def plain(variables: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for variable in awaited:
-            set_class(variable, _awaited_class(variable))
+            set_class(variable, _awaited_class(variable.__class__))
 
 
 def attach(
@@ -199,12 +199,8 @@ def _base(variable: Any) -> Any:
     return super(Awaited, variable)
 
 
-def _awaited_class(variable: Any) -> type:
-    return _subclass(variable.__class__)
-
-
 @functools.cache
-def _subclass(cls: Any) -> type:
+def _awaited_class(cls: Any) -> type:
     return type(f"Awaited{cls.__name__}", (Awaited, cls), {"__module__": __name__})
 
 

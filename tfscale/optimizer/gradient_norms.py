@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.collectives import deduplicate
-from tfscale.comm.runtime import Average
 from tfscale.config import ConfigError
 from tfscale.exchange.dense import use_of
 from tfscale.internals.keras import drop_functions
@@ -58,7 +57,7 @@ class GradientNorms:
                 f"{runtime.size()} ranks. Use exchange='allreduce' or 'chunked' on all ranks, or "
                 "signal='theta'."
             )
-        self._scale = 1 if executor.options.op == Average else executor.process_set.size()
+        self._scale = 1 if executor.options.op == runtime.Average else executor.process_set.size()
         executor.observers.add(self)
         drop_functions(model, "train_function")  # a function traced before would not observe them
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group
+from tfscale.comm.objects import listed
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Executor, Reduced
@@ -142,10 +143,9 @@ class NonFinite:
         """Raise or log; `rows` has 1 for each gradient, by ranks and names, that is not finite."""
         where = []
         for rank, row in zip(ranks, rows, strict=True):
-            found = [names[i] for i in np.flatnonzero(row)]
-            more = f" and {len(found) - _NAMES_SHOWN} more" if len(found) > _NAMES_SHOWN else ""
-            if found:
-                where.append(f"rank {rank} in {', '.join(found[:_NAMES_SHOWN])}{more}")
+            bad_names = [names[i] for i in np.flatnonzero(row)]
+            if bad_names:
+                where.append(f"rank {rank} in {listed(bad_names, _NAMES_SHOWN)}")
         what = "; ".join(where) or "no rank's own gradient, only their sum: it overflows"
         text = f"Gradients must be finite. Received: NaN or infinity in step {iterations + 1}, on "
         if self.policy == "raise":

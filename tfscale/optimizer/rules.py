@@ -36,16 +36,8 @@ _rules = keras.optimizers
 _warned: set[str] = set()
 # The update of a value depends on that value's gradient and state alone.
 ELEMENTWISE = (
-    _rules.SGD,
-    _rules.RMSprop,
-    _rules.Adam,
-    _rules.AdamW,
-    _rules.Adadelta,
-    _rules.Adagrad,
-    _rules.Adamax,
-    _rules.Nadam,
-    _rules.Ftrl,
-    _rules.Lion,
+    *(_rules.SGD, _rules.RMSprop, _rules.Adam, _rules.AdamW, _rules.Adadelta),
+    *(_rules.Adagrad, _rules.Adamax, _rules.Nadam, _rules.Ftrl, _rules.Lion),
 )
 # The update of a variable needs the whole variable, but no other variable.
 LAYERWISE = (LARS, _rules.Lamb, _rules.Adafactor, _rules.Muon)

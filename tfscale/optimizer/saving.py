@@ -13,6 +13,7 @@ import keras
 
 from tfscale.comm import objects, runtime
 from tfscale.comm.compression import Compression
+from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.internals.keras import wrap_once
 from tfscale.internals.optimizers import optimizer_of
@@ -138,10 +139,7 @@ def is_alone() -> bool:
 
 
 def on_first_rank(
-    write: Callable[[], None],
-    what: str,
-    path: Any = "",
-    aside: Callable[[], None] | None = None,
+    write: Callable[[], None], what: str, path: Any = "", aside: Callable[[], None] | None = None
 ) -> None:
     """Write on the first rank that names a path; return on all when it is done. Collective.
 
@@ -152,28 +150,39 @@ def on_first_rank(
     if _is_alone or not _is_written_once:
         write()
         return
-    is_path = isinstance(path, (str, os.PathLike))
-    own = os.path.abspath(os.fspath(path)) if is_path else f"object on {runtime.rank()}"
-    paths = objects.allgather_object(own, name=what)
-    is_writer = paths.index(own) == runtime.rank()
-    if len(set(paths)) > 1 and is_path and runtime.rank() == 0 and what not in _told:
+    is_writer, paths = _first_of(path, what)
+    differ = len(set(paths)) > 1 and isinstance(path, (str, os.PathLike))
+    if differ and runtime.rank() == 0 and what not in _told:
         _told.add(what)
-        other = next(rank for rank, name in enumerate(paths) if name != own)
+        other = next(rank for rank, name in enumerate(paths) if name != paths[0])
         logger.warning(
             "%s: each rank writes a file of its own, as paths differ: %s on rank 0, %s on rank %d. "
             "For one file use a fixed name, or tfscale.broadcast_object(path).",
-            *(what, own, paths[other], other),
+            *(what, paths[0], paths[other], other),
         )
-    error = ""
-    try:
-        if is_writer:
-            with alone() if aside is None else contextlib.nullcontext():
-                write()
-        elif aside is not None:
-            aside()
-    except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
+    action = write if is_writer else aside
+    with alone() if is_writer and aside is None else contextlib.nullcontext():
+        error = "" if action is None else _error_of(action)
     objects.raise_together(error, _unwritten, what)
+
+
+def _first_of(
+    path: Any, what: str, process_set: ProcessSet = global_process_set
+) -> tuple[bool, list[str]]:
+    """Return whether this rank is the first that names its path, and all paths. Collective."""
+    is_path = isinstance(path, (str, os.PathLike))
+    name = os.path.abspath(os.fspath(path)) if is_path else f"object on {runtime.rank()}"
+    names = objects.allgather_object(name, what, process_set)
+    return names.index(name) == process_set.rank(), names
+
+
+def _error_of(action: Callable[[], None]) -> str:
+    """Run an action; return its error in words, or an empty string."""
+    try:
+        action()
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return ""
 
 
 def save_beside(
@@ -219,18 +228,10 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
         )
     process_set = states[0].process_set
     states[0].meet(what)
-    is_path = isinstance(filepath, (str, os.PathLike))
-    own = os.path.abspath(os.fspath(filepath)) if is_path else f"object on {runtime.rank()}"
-    paths = objects.allgather_object(own, name=what, process_set=process_set)
-    is_writer = paths.index(own) == process_set.rank()
+    is_writer, _ = _first_of(filepath, what, process_set)
     for kept in states:
         kept.gather(is_kept=is_writer)
-    error = ""
-    try:
-        if is_writer:
-            write()
-    except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
+    error = _error_of(write) if is_writer else ""
     for kept in states:
         kept.forget()
     objects.raise_together(error, _unwritten, what, process_set)

@@ -24,14 +24,8 @@ from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
 from tfscale.exchange.states import Range, Saved, SavedStates, Scope, copy_of
+from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import replace_methods, restore_methods
-from tfscale.internals.optimizers import (
-    iterations_of,
-    own_variables,
-    piece_of,
-    slots_of,
-    trained_by,
-)
 from tfscale.internals.tracking import ReplacingNode, ValueNode
 
 Version = tuple[int, ...]
@@ -55,8 +49,8 @@ class KeptState:
         self.process_set = process_set
         self._optimizer, self._rule, self._shards = optimizer, rule, shards
         targets = {id(piece): i for i, piece in shards.pieces.items()}
-        places = [targets.get(id(v), -1) for v in trained_by(rule)]
-        self._slots = {key: places[i] for key, i in slots_of(rule).items()}
+        places = [targets.get(id(v), -1) for v in internals.trained_by(rule)]
+        self._slots = {key: places[i] for key, i in internals.slots_of(rule).items()}
         self._meeting = Meeting(process_set.group())
         # What stands for the optimizer in a checkpoint: the model's variables for pieces of them,
         # and complete slots for parts.
@@ -69,7 +63,7 @@ class KeptState:
         self._loaded: tuple[Version, list[np.ndarray]] | None = None
         self._shown: list[Any] | None = None  # complete values, while `complete_variables` runs
         if rule is not optimizer:
-            self._serve(first=len(own_variables(optimizer)))
+            self._serve(first=len(internals.own_variables(optimizer)))
 
     def _placed(self) -> list[tuple[Any, int]]:
         """Pair the optimizer's variables with positions in `shards`; -1 if every rank has them.
@@ -80,7 +74,7 @@ class KeptState:
 
     def _version(self) -> Version:
         """Return a value that changes with updates, loads and the number of variables."""
-        n_updates = int(iterations_of(self._rule).numpy())
+        n_updates = int(internals.iterations_of(self._rule).numpy())
         return n_updates, self._n_loads, len(self._optimizer.variables)
 
     # What this rank holds
@@ -123,7 +117,7 @@ class KeptState:
         """Let `variables` hold complete values within a block, for reading only."""
         pairs = zip(self._optimizer.variables, self.read(), strict=True)
         with tf.device("CPU:0"):  # complete state need not fit into a GPU
-            self._shown = [piece_of(v, value, is_whole=False) for v, value in pairs]
+            self._shown = [internals.piece_of(v, value, is_whole=False) for v, value in pairs]
         try:
             yield
         finally:
@@ -297,9 +291,7 @@ class KeptState:
             del store  # the outer optimizer has loaded all state
 
         replace_methods(
-            self._rule,
-            save_own_variables=save_own_variables,
-            load_own_variables=load_own_variables,
+            self._rule, save_own_variables=save_own_variables, load_own_variables=load_own_variables
         )
 
     def stop_serving(self) -> None:
