@@ -16,6 +16,7 @@ errors. What the exchange loses by design, as 8 bits do, is therefore not compar
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import random
@@ -100,66 +101,48 @@ class Verifier:
         if not self._is_on:
             return
         patches.wrap_model(
-            make_train_function=self._checking("train"),
-            make_test_function=self._checking("test"),
-            make_predict_function=self._checking("predict"),
+            make_train_function=functools.partial(self._make_checked, "train"),
+            make_test_function=functools.partial(self._make_checked, "test"),
+            make_predict_function=functools.partial(self._make_checked, "predict"),
         )
-        patches.wrap(DistributedOptimizer, "apply", self.recording)
+        patches.wrap(DistributedOptimizer, "apply", self.apply_or_record)
         # Sums of scaled 16-bit gradients overflow, more or less early in batches of other sizes.
         patches.wrap(keras.optimizers.LossScaleOptimizer, "scale_loss", self._unscaled)
-        patches.wrap_stateful_draws(self._repeating)
+        patches.wrap_stateful_draws(self._draw_or_repeat)
 
-    def recording(self, apply: Any) -> Any:
-        """Wrap the `apply` of optimizers: while a step is tried, record its gradients instead."""
+    def apply_or_record(
+        self, apply: Any, optimizer: Any, grads: Any, trainable_variables: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call the `apply` of an optimizer; while a step is tried, record its gradients instead."""
+        if self._trial is None:
+            return apply(optimizer, grads, trainable_variables, **kwargs)
+        variables = trainable_variables
+        if variables is None:
+            is_wrapped = type(optimizer) is DistributedOptimizer
+            variables = optimizer.bound.variables if is_wrapped else trained_by(optimizer)
+        self._trial.record(optimizer, list(grads), list(variables))
+        return iterations_of(optimizer)
 
-        def apply_or_record(
-            optimizer: Any, grads: Any, trainable_variables: Any = None, **kwargs: Any
-        ) -> Any:
-            if self._trial is None:
-                return apply(optimizer, grads, trainable_variables, **kwargs)
-            variables = trainable_variables
-            if variables is None:
-                is_wrapped = type(optimizer) is DistributedOptimizer
-                variables = optimizer.bound.variables if is_wrapped else trained_by(optimizer)
-            self._trial.record(optimizer, list(grads), list(variables))
-            return iterations_of(optimizer)
+    def _unscaled(self, scale_loss: Any, optimizer: Any, loss: Any) -> Any:
+        return scale_loss(optimizer, loss) if self._trial is None else loss
 
-        return apply_or_record
-
-    def _unscaled(self, scale_loss: Any) -> Any:
-        def scale_or_not(optimizer: Any, loss: Any) -> Any:
-            return scale_loss(optimizer, loss) if self._trial is None else loss
-
-        return scale_or_not
-
-    def _repeating(self, draw: Any, stateless: Any) -> Any:
+    def _draw_or_repeat(self, stateless: Any, draw: Any, *args: Any, **kwargs: Any) -> Any:
         """Let draws of both ways to compute a step give the same numbers, and move no state."""
+        if self._trial is None:
+            return draw(*args, **kwargs)
+        kwargs.pop("name", None)
+        seeds = kwargs.pop("seed", 0), kwargs.pop("seed2", 0)
+        return stateless(*args, seed=seeds, **kwargs)
 
-        def draw_or_repeat(
-            *args: Any, seed: int = 0, seed2: int = 0, name: str | None = None, **kwargs: Any
-        ) -> Any:
-            if self._trial is None:
-                return draw(*args, seed=seed, seed2=seed2, name=name, **kwargs)
-            return stateless(*args, seed=(seed, seed2), **kwargs)
-
-        return draw_or_repeat
-
-    def _checking(self, kind: Kind) -> Callable[[Any], Any]:
+    def _make_checked(self, kind: Kind, make: Any, model: keras.Model, force: bool = False) -> Any:
         name = f"{kind}_function"
-
-        def wrap(make: Any) -> Any:
-            def make_function(model: keras.Model, force: bool = False) -> Any:
-                before = getattr(model, name)
-                make(model, force=force)
-                function = getattr(model, name)
-                if function is not before:
-                    function = _CheckedFunction(self, model, kind, function)
-                    setattr(model, name, function)
-                return function
-
-            return make_function
-
-        return wrap
+        before = getattr(model, name)
+        make(model, force=force)
+        function = getattr(model, name)
+        if function is not before:
+            function = _CheckedFunction(self, model, kind, function)
+            setattr(model, name, function)
+        return function
 
     def is_due(self, n_calls: int) -> bool:
         """Return whether to verify the call of a function after `n_calls` calls."""
