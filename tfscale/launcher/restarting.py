@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -231,16 +230,8 @@ class Job:
     def _answers(self, host: str) -> bool:
         """Return whether the MPI can start a program on a host."""
         spec = dataclasses.replace(self._spec, command=("true",), size=1, hosts=((host, 1),))
-        try:
-            done = subprocess.run(
-                mpi_command.build_command(spec, self._mpi),
-                env={**self._environ, **self.variables()},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_ANSWER_S,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            done = None
+        command = mpi_command.build_command(spec, self._mpi)
+        done = mpi_command.run_within(_ANSWER_S, command, {**self._environ, **self.variables()})
         if done is None or done.returncode != 0:
             _say(f"tfscale: host {host} does not answer and is left out.\n")
             return False
