@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tfscale.config import ConfigError, variable_name
-from tfscale.launcher.mpi_command import LaunchSpec, Mpi, is_this_host
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi, is_this_host, place_of
 from tfscale.launcher.reports import Start
 
 # Seconds that a host has to answer before the start.
@@ -210,11 +210,8 @@ class StartWatch:
 
     def _host_of(self, rank: int) -> str:
         """Return the other host on which a rank starts; "" for this one, or an unknown one."""
-        for name, n_ranks in self._spec.hosts:
-            if rank < n_ranks:
-                return "" if is_this_host(name) else name
-            rank -= n_ranks
-        return ""
+        name, _ = place_of(rank, self._spec.hosts)
+        return "" if is_this_host(name) else name
 
 
 def _listed(names: Iterable[str]) -> str:

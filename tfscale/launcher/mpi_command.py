@@ -77,6 +77,15 @@ def spread(places: Places, size: int) -> Places:
     return tuple(hosts)
 
 
+def place_of(rank: int, hosts: Places) -> tuple[str, int]:
+    """Return the host on which a rank starts, and its number of ranks; ("", 1) for this host."""
+    for name, n_ranks in hosts:
+        if rank < n_ranks:
+            return name, n_ranks
+        rank -= n_ranks
+    return "", 1
+
+
 @dataclass(frozen=True)
 class Mpi:
     """An MPI that can start ranks: "mpich", "openmpi" or "intel", and the path of its mpiexec."""

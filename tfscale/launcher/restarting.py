@@ -78,12 +78,7 @@ def lost_place(outcome: Outcome, hosts: mpi_command.Places) -> tuple[str, int] |
     """
     if outcome.failure is None or outcome.failure.is_told:
         return None
-    rank = outcome.failure.rank
-    for name, n_ranks in hosts:
-        if rank < n_ranks:
-            return name, n_ranks
-        rank -= n_ranks
-    return ("", 1)
+    return mpi_command.place_of(outcome.failure.rank, hosts)
 
 
 def next_places(

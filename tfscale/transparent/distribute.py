@@ -368,12 +368,9 @@ class _MetricsOfAllRows(MetricAverageCallback):
 
 
 def _written_once(callback: Any) -> Any:
-    return WrittenOnce(callback) if _only_writes(callback) else callback
-
-
-def _only_writes(callback: Any) -> bool:
     package = type(callback).__module__.partition(".")[0]
-    return isinstance(callback, _WRITING) or package in _WRITING_PACKAGES
+    only_writes = isinstance(callback, _WRITING) or package in _WRITING_PACKAGES
+    return WrittenOnce(callback) if only_writes else callback
 
 
 def _listed(callbacks: Any) -> list[Any]:

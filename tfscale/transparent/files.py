@@ -24,7 +24,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -32,6 +32,7 @@ import tensorflow as tf
 from tfscale.callbacks import RankZero
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError, environment
+from tfscale.files import read_json
 from tfscale.internals.classes import Patches, folder_of_downloads
 from tfscale.internals.keras import write_to
 from tfscale.optimizer.saving import on_first_rank
@@ -136,7 +137,7 @@ class Downloads:
         names = [environ[name] for name in _JOB_VARIABLES if name in environ]
         # Without them ranks of one host have one parent, the launcher's process there.
         self._job = " ".join(names) or f"{socket.gethostname()} {os.getppid()}"
-        self._n_forced: Counter[str] = Counter()
+        self._n_forced: Counter[Path | None] = Counter()
 
     def get_in_turn(self, get_file: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `get_file`: one rank of a host downloads, others find the file."""
@@ -146,15 +147,15 @@ class Downloads:
         names = (arguments["cache_subdir"], arguments["fname"], arguments["origin"])
         key = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
         lock = folder_of_downloads(arguments["cache_dir"]) / _LOCKS / key
-        with _locked(lock) as (file, waited):
-            return self._take_turn(get_file, arguments, key, file, waited)
+        with _locked(lock) as (is_locked, has_waited):
+            return self._take_turn(get_file, arguments, lock if is_locked else None, has_waited)
 
     def _take_turn(
-        self, get_file: Any, arguments: dict[str, Any], key: str, file: IO[str] | None, waited: bool
+        self, get_file: Any, arguments: dict[str, Any], path: Path | None, has_waited: bool
     ) -> Any:
-        record = _read_record(file)
+        record = read_json(path) if path else {}
         of_job = record if record.get("job") == self._job else {}
-        if waited and of_job.get("error"):
+        if has_waited and of_job.get("error"):
             raise ExchangeError(
                 "A file is downloaded by one rank of each host. Received: on another rank "
                 f"{of_job['error']}. Look at {arguments['origin']}, or put the file into the "
@@ -162,23 +163,24 @@ class Downloads:
             )
         n_forced = of_job.get("n_forced", 0)
         if arguments["force_download"]:
-            self._n_forced[key] += 1
-            arguments["force_download"] = n_forced < self._n_forced[key]  # else done for all
-        record, error = {"job": self._job, "n_forced": max(n_forced, self._n_forced[key])}, ""
+            self._n_forced[path] += 1
+            arguments["force_download"] = n_forced < self._n_forced[path]  # else done for all
+        record, error = {"job": self._job, "n_forced": max(n_forced, self._n_forced[path])}, ""
         try:
             return get_file(**arguments)
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
-            _write_record(file, record | {"error": error})
+            if path:
+                path.write_text(json.dumps(record | {"error": error}))
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[tuple[IO[str] | None, bool]]:
-    """Lock a file; yield it, and whether another process held the lock.
+def _locked(path: Path) -> Iterator[tuple[bool, bool]]:
+    """Lock a file; yield whether that is possible there, and whether another process held the lock.
 
-    The system frees the lock of a process that ends. Without locks on a file system, yield None.
+    The system frees the lock of a process that ends.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -186,34 +188,16 @@ def _locked(path: Path) -> Iterator[tuple[IO[str] | None, bool]]:
             file = stack.enter_context(path.open("a+"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                waited = False
+                has_waited = False
             except BlockingIOError:
                 logger.info("Rank %d waits for a download.", runtime.rank())
                 fcntl.flock(file, fcntl.LOCK_EX)
-                waited = True
+                has_waited = True
         except OSError as error:
             logger.warning("Downloads of several ranks may meet: no lock on %s (%s).", path, error)
-            yield None, False
+            yield False, False
             return
-        yield file, waited
-
-
-def _read_record(file: IO[str] | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    file.seek(0)
-    try:
-        record = json.loads(file.read())
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _write_record(file: IO[str] | None, record: dict[str, Any]) -> None:
-    if file is not None:
-        file.truncate(0)
-        file.write(json.dumps(record))
-        file.flush()
+        yield True, has_waited
 
 
 def _retrieved_whole(
