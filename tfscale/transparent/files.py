@@ -143,31 +143,30 @@ class Downloads:
         """Call `get_file`: one rank of a host downloads, others find the file."""
         call = inspect.signature(get_file).bind(*args, **kwargs)
         call.apply_defaults()
-        arguments = call.arguments
-        names = (arguments["cache_subdir"], arguments["fname"], arguments["origin"])
+        given = call.arguments
+        names = (given["cache_subdir"], given["fname"], given["origin"])
         key = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
-        lock = folder_of_downloads(arguments["cache_dir"]) / _LOCKS / key
+        lock = folder_of_downloads(given["cache_dir"]) / _LOCKS / key
         with _locked(lock) as (is_locked, has_waited):
-            return self._take_turn(get_file, arguments, lock if is_locked else None, has_waited)
+            return self._take_turn(get_file, given, lock if is_locked else None, has_waited)
 
     def _take_turn(
-        self, get_file: Any, arguments: dict[str, Any], path: Path | None, has_waited: bool
+        self, get_file: Any, given: dict[str, Any], path: Path | None, has_waited: bool
     ) -> Any:
         record = read_json(path) if path else {}
-        of_job = record if record.get("job") == self._job else {}
-        if has_waited and of_job.get("error"):
+        known = record if record.get("job") == self._job else {}
+        if has_waited and known.get("error"):
             raise ExchangeError(
                 "A file is downloaded by one rank of each host. Received: on another rank "
-                f"{of_job['error']}. Look at {arguments['origin']}, or put the file into the "
-                "folder."
+                f"{known['error']}. Look at {given['origin']}, or put the file into the folder."
             )
-        n_forced = of_job.get("n_forced", 0)
-        if arguments["force_download"]:
+        n_forced = known.get("n_forced", 0)
+        if given["force_download"]:
             self._n_forced[path] += 1
-            arguments["force_download"] = n_forced < self._n_forced[path]  # else done for all
+            given["force_download"] = n_forced < self._n_forced[path]  # else done for all
         record, error = {"job": self._job, "n_forced": max(n_forced, self._n_forced[path])}, ""
         try:
-            return get_file(**arguments)
+            return get_file(**given)
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
