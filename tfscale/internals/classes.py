@@ -159,10 +159,6 @@ class Patches:
         """Wrap the method (self, y_true, y_pred) of losses made of a function."""
         self.wrap(LossFunctionWrapper, "call", around)
 
-    def wrap_means(self, around: Around) -> None:
-        """Wrap the method `update_state` (self, values, sample_weight) of the metric Mean."""
-        self.wrap(keras.metrics.Mean, "update_state", around)
-
     def wrap_strategies(self, scope: Around, init: Around) -> None:
         """Wrap the scope of strategies of tf.distribute, and the start of those of workers."""
         kinds = tf.distribute

@@ -16,6 +16,8 @@ from tfscale.launcher.reports import Start
 
 # Seconds that a host has to answer before the start.
 PROBE_S = 20.0
+# The same while a job waits for it.
+_SILENT_S = 10.0
 # The start fails after so many times the seconds of the first message.
 END_FACTOR = 5
 _TRY = "ssh -o BatchMode=yes {host} true"
@@ -95,12 +97,10 @@ def _ask(
     return {name: fault for name, fault in faults.items() if fault}
 
 
-def find_silent(
-    names: Sequence[str], mpi: Mpi | None, environ: Mapping[str, str], timeout_s: float = 10.0
-) -> list[str]:
+def find_silent(names: Sequence[str], mpi: Mpi | None, environ: Mapping[str, str]) -> list[str]:
     """Return the hosts that do not answer by ssh; none where they are reached in another way."""
     ssh = _ssh_of(mpi, environ)
-    return [*_ask(names, ssh, "true", timeout_s, {})] if ssh and names else []
+    return [*_ask(names, ssh, "true", _SILENT_S, {})] if ssh and names else []
 
 
 def check_hosts(

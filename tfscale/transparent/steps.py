@@ -42,7 +42,7 @@ def patch(patches: Patches, batch_norm: str) -> None:
     patches.wrap_reduction(_reduced_over_ranks)
     patches.wrap_added_losses(_added_over_ranks)
     patches.wrap_losses(_of_whole_batch)
-    patches.wrap_means(_weighted_mean)
+    patches.wrap(keras.metrics.Mean, "update_state", _weighted_mean)
     patches.wrap(keras.Variable, "assign", _of_rows_that_count)
     patches.wrap(tf.GradientTape, "gradient", _of_sums_over_ranks)
     patches.wrap_draws(_drawn_for_all, _dropout_of_all, _categorical_of_all)

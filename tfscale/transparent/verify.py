@@ -180,7 +180,7 @@ class Verifier:
         total = int(share.total)
         rows, part = total, batch
         while rows:
-            verdict = self._compare(model, kind, plain, spec, shared, part, rows)
+            verdict = self._compare(shared, plain, spec, part, rows)
             # Python's is kept after building: Keras draws the seeds of layers from it. The step
             # itself draws from NumPy's in as many traces as without this one.
             shared.seeds.restore(numpy=seeds)
@@ -208,17 +208,9 @@ class Verifier:
         finally:
             self._trial = None
 
-    def _compare(
-        self,
-        model: keras.Model,
-        kind: Kind,
-        plain: Any,
-        spec: Any,
-        shared: _Trial,
-        batch: Any,
-        rows: int,
-    ) -> _Verdict:
+    def _compare(self, shared: _Trial, plain: Any, spec: Any, batch: Any, rows: int) -> _Verdict:
         """Compute both ways on a batch; return rank 0's verdict. Collective."""
+        model, kind = shared.model, shared.kind
         guard = MemoryGuard()
         guard.begin_epoch()
         combined = shared.run(batch)
@@ -237,11 +229,10 @@ class Verifier:
             else:
                 try:
                     alone = _Trial(self, model, kind, plain, spec, is_shared=False)
-                    if alone.reason:
-                        verdict = _Verdict(rows, alone.reason)
-                    else:
-                        found = find_differences(alone.run(batch), combined, _precision(model))
-                        verdict = _Verdict(rows, differences=found)
+                    verdict = _Verdict(rows, alone.reason)
+                    if not alone.reason:
+                        differ = find_differences(alone.run(batch), combined, _precision(model))
+                        verdict = _Verdict(rows, differences=differ)
                 except tf.errors.ResourceExhaustedError:
                     fitting = rows // 2 if rows // 2 >= runtime.size() else 0
                     logger.warning(_PART, _METHODS[kind], fitting, rows)
@@ -379,6 +370,7 @@ class _Trial:
 
     Attributes:
         model: The model.
+        kind: The step.
         reason: Why it must not run; empty if it may.
         seeds: The states of Python's random numbers when it was traced.
     """
@@ -392,8 +384,8 @@ class _Trial:
         spec: Any,
         is_shared: bool,
     ) -> None:
-        self.model, self.reason = model, ""
-        self._verifier, self._kind, self._is_shared = verifier, kind, is_shared
+        self.model, self.kind, self.reason = model, kind, ""
+        self._verifier, self._is_shared = verifier, is_shared
         # What optimizers are given while the step is traced: variable and gradient.
         self._recorded: list[tuple[Any, tf.Tensor]] = []
 
@@ -443,7 +435,7 @@ class _Trial:
         drain(model.variables)
         handles = self._changeable()
         before = [tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in handles]
-        if self._kind != "predict":
+        if self.kind != "predict":
             model.reset_metrics()
         try:
             results, gradients = self._function(batch)
@@ -462,12 +454,12 @@ class _Trial:
         return list({id(handle): (handle, dtype) for handle, dtype in handles}.values())
 
     def _results(self, results: Any) -> list[Value]:
-        if self._kind == "predict":
+        if self.kind == "predict":
             outputs = map(np.asarray, map(_rows_of, keras.tree.flatten(results)))
             return [Value("output", str(i), array, array) for i, array in enumerate(outputs)]
         logs = dict(flat_items(results)) if isinstance(results, dict) else {}
         if self._is_shared:
-            step = f"{self._kind}_step"
+            step = f"{self.kind}_step"
             logs = metrics_of_all_ranks(self.model, logs, step, is_direct=True)
         arrays = {key: np.asarray(value) for key, value in logs.items() if _is_number(value)}
         return [Value("loss or metric", key, array, array) for key, array in arrays.items()]
