@@ -105,7 +105,7 @@ def distribute(
     """
     global _running
     allowed = get_args(BatchNorm)
-    require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm, "")
+    require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm)
     require_verify(verify)
     resolve(exchange)
     began_s = time.time()

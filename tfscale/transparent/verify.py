@@ -34,7 +34,7 @@ from tfscale.callbacks.epoch_measures import MemoryGuard
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.checkpoints.variables import distinct
 from tfscale.comm import collectives, objects, runtime
-from tfscale.config import ConfigError, require
+from tfscale.config import ConfigError, is_count, require
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.dense import own_calls
 from tfscale.fit.metric_updates import flat_items, metrics_of
@@ -69,14 +69,8 @@ _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "flo
 
 def require_verify(verify: Any) -> None:
     """Raise a ConfigError unless `verify` is "off", "first" or a number of steps."""
-    is_count = isinstance(verify, int) and not isinstance(verify, bool) and verify > 0
-    require(
-        is_count or verify in ("off", "first"),
-        "verify",
-        "'off', 'first' or a number of steps above 0",
-        verify,
-        "",
-    )
+    is_known = verify in ("off", "first") or is_count(verify)
+    require(is_known, "verify", "'off', 'first' or a number of steps above 0", verify)
 
 
 class Verifier:
