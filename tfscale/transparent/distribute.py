@@ -263,42 +263,42 @@ class Distributed:
     # Keras's methods.
 
     def _fit(self, fit: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        given = arguments_of(fit, model, *args, **kwargs)
+        arguments = arguments_of(fit, model, *args, **kwargs)
         batches = self._prepare_training(model)
-        _require_equal_arguments(given, "fit")
-        given["callbacks"] = for_ranks(given["callbacks"])
-        batches.expect(given["x"], "fit")
-        history = fit(model, **given)
+        _require_equal_arguments(arguments, "fit")
+        arguments["callbacks"] = for_ranks(arguments["callbacks"])
+        batches.expect(arguments["x"], "fit")
+        history = fit(model, **arguments)
         # Groups exchange nothing in most steps.
         batches.require_equal(has_stopped=model.stop_training)
         return history
 
     def _evaluate(self, evaluate: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        given = arguments_of(evaluate, model, *args, **kwargs)
+        arguments = arguments_of(evaluate, model, *args, **kwargs)
         batches = self._prepare(model)["test_step"]
-        if not isinstance(given["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
-            _require_equal_arguments(given, "evaluate")
-            own = map(_written_once, _listed(given["callbacks"]))
-            given["callbacks"] = [MetricAverageCallback(), *own]
-        return _compared(batches, given["x"], "evaluate", lambda: evaluate(model, **given))
+        if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
+            _require_equal_arguments(arguments, "evaluate")
+            callbacks = map(_written_once, _listed(arguments["callbacks"]))
+            arguments["callbacks"] = [MetricAverageCallback(), *callbacks]
+        return _compared(batches, arguments["x"], "evaluate", lambda: evaluate(model, **arguments))
 
     def _predict(self, predict: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        given = arguments_of(predict, model, *args, **kwargs)
+        arguments = arguments_of(predict, model, *args, **kwargs)
         batches = self._prepare(model)["predict_step"]
-        _require_equal_arguments(given, "predict")
-        return _compared(batches, given["x"], "predict", lambda: predict(model, **given))
+        _require_equal_arguments(arguments, "predict")
+        return _compared(batches, arguments["x"], "predict", lambda: predict(model, **arguments))
 
     def _on_batch(self, on_batch: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        given = arguments_of(on_batch, model, *args, **kwargs)
-        as_dict, given["return_dict"] = given["return_dict"], True
-        if "class_weight" in given:
+        arguments = arguments_of(on_batch, model, *args, **kwargs)
+        as_dict, arguments["return_dict"] = arguments["return_dict"], True
+        if "class_weight" in arguments:
             self._prepare_training(model).expect_one("train_on_batch")
             prepare(model)
         else:
             self._prepare(model)["test_step"].expect_one("test_on_batch")
-        step = "train_step" if "class_weight" in given else "test_step"
-        own = raise_own_errors(lambda: on_batch(model, **given))
-        results = metrics_of_all_ranks(model, own, step, is_direct=True)
+        step = "train_step" if "class_weight" in arguments else "test_step"
+        logs = raise_own_errors(lambda: on_batch(model, **arguments))
+        results = metrics_of_all_ranks(model, logs, step, is_direct=True)
         return results if as_dict else metrics_in_order(model, results)
 
     def _predict_on_batch(
