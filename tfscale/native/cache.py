@@ -278,15 +278,10 @@ def cached_libraries() -> list[Cached]:
 
 def damaged_folders() -> list[Path]:
     """Return the folders of the user's cache whose library or record is cut or unreadable."""
-    folders = sorted(
-        {
-            path.parent
-            for name in (compiler.LIBRARY_NAME, compiler.STAMP_NAME)
-            for path in cache_folder().glob(f"*/{name}")
-        }
-    )
-    finished = [path for path in folders if not path.name.startswith(_UNFINISHED)]
-    return [path for path in finished if compiler.read_stamp(path) is None]
+    names = (compiler.LIBRARY_NAME, compiler.STAMP_NAME)
+    folders = {path.parent for name in names for path in cache_folder().glob(f"*/{name}")}
+    finished = [folder for folder in folders if not folder.name.startswith(_UNFINISHED)]
+    return sorted(folder for folder in finished if compiler.read_stamp(folder) is None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
