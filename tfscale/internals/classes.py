@@ -222,7 +222,7 @@ def arguments_of(method: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
     named = dict(given.arguments)
-    named.pop("self")
+    named.pop("self", None)
     named |= named.pop("kwargs", {})
     return named
 

@@ -33,7 +33,7 @@ from tfscale.callbacks import RankZero
 from tfscale.comm import objects, runtime
 from tfscale.config import ExchangeError, environment
 from tfscale.files import read_json
-from tfscale.internals.classes import Patches, folder_of_downloads
+from tfscale.internals.classes import Patches, arguments_of, folder_of_downloads
 from tfscale.internals.keras import write_to
 from tfscale.optimizer.saving import on_first_rank
 
@@ -141,9 +141,7 @@ class Downloads:
 
     def get_in_turn(self, get_file: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `get_file`: one rank of a host downloads, others find the file."""
-        call = inspect.signature(get_file).bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
+        given = arguments_of(get_file, *args, **kwargs)
         names = (given["cache_subdir"], given["fname"], given["origin"])
         key = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
         lock = folder_of_downloads(given["cache_dir"]) / _LOCKS / key
