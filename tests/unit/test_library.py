@@ -43,7 +43,7 @@ def say(who, text, usual=library._say):
         waits.touch()
 
 waits = Path(sys.argv[1] + "-waits")
-library.build, library.PACKAGED, library._say = build, Path("/none"), say
+native.build, library.PACKAGED, library._say = build, Path("/none"), say
 print(library.prepare_library(who=sys.argv[2]))
 """
 
@@ -80,7 +80,7 @@ def compiled(monkeypatch):
         calls.append(output_dir)
         return put(output_dir, **wanted())
 
-    monkeypatch.setattr(library, "build", build)
+    monkeypatch.setattr(native, "build", build)
     return calls
 
 
@@ -232,7 +232,7 @@ def test_a_disk_that_is_full_while_compiling_leaves_nothing(places, compiled, mo
         raise OSError(errno.ENOSPC, "No space left on device", str(output_dir))
 
     with monkeypatch.context() as patch:
-        patch.setattr(library, "build", fill)
+        patch.setattr(native, "build", fill)
         with pytest.raises(ExchangeError, match="No space left on device.*Set XDG_CACHE_HOME"):
             library.prepare_library()
     assert [entry.name for entry in places[1].iterdir()] == ["lock"]
@@ -279,7 +279,7 @@ def test_without_locks_the_first_to_finish_wins(places, compiled, monkeypatch):
         return put(output_dir)
 
     monkeypatch.setattr(library.fcntl, "lockf", refuse)
-    monkeypatch.setattr(library, "build", build_twice)
+    monkeypatch.setattr(native, "build", build_twice)
     path = library.prepare_library()
     assert native.read_stamp(path.parent) == wanted()
     assert not list(places[1].glob("unfinished-*"))
@@ -340,7 +340,7 @@ def test_build_in_a_package_that_is_not_writable(places, monkeypatch, capsys):
     def build(*_):
         raise PermissionError(errno.EACCES, "Permission denied", "/package")
 
-    monkeypatch.setattr(library, "build", build)
+    monkeypatch.setattr(native, "build", build)
     assert library.main([]) == 1
     assert f"compiles the library into {places[1]} at its first start" in capsys.readouterr().err
 

@@ -159,7 +159,7 @@ class GlobalBatches(keras.utils.PyDataset):
         self._source = source
         self._is_shuffled, self._drop_remainder = is_shuffled, drop_remainder
         self._seed, self._number = check_integer("seed", seed, 0), 0
-        self._has_surplus_ranks = False  # whether fewer ranks than there are may share a batch
+        self.has_surplus_ranks = False  # whether a part of the ranks may share a batch
         self._kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
         self._steps = StepCount()  # of the epoch being served
         self._open: OpenEpoch | None = None  # the epoch being served, also to tf.data's threads
@@ -189,11 +189,6 @@ class GlobalBatches(keras.utils.PyDataset):
             self._slices(value)
         self._batch_size = value
         self._refresh_if_idle()
-
-    @property
-    def has_surplus_ranks(self) -> bool:
-        """True if a batch may be shared by a part of the ranks (`active_ranks="grow"`)."""
-        return self._has_surplus_ranks
 
     @property
     def epoch(self) -> int:
@@ -329,7 +324,7 @@ class GlobalBatches(keras.utils.PyDataset):
         key = (self._seed, self._number, slices)
         if self._open is None or self._open[:3] != key:
             read = self._source.open_epoch(*key)
-            if self._has_surplus_ranks:
+            if self.has_surplus_ranks:
                 rank, size = self._place()
                 read = weighted(read, rank, slices.size, size)
             self._open = OpenEpoch(*key, read)
@@ -340,7 +335,7 @@ class GlobalBatches(keras.utils.PyDataset):
         """Return this rank's slices of batches of another size, or raise if it cannot be used."""
         batch_size = check_integer("batch_size", batch_size, 1)
         rank, size = self._place()
-        if self._has_surplus_ranks:  # they serve slices of others, to take part in every exchange
+        if self.has_surplus_ranks:  # they serve slices of others, to take part in every exchange
             size = count_active(batch_size, size)
         slices = BatchSlices(self.samples, batch_size, rank % size, size, self._drop_remainder)
         return check_slices(slices, is_training=self._is_shuffled)
@@ -367,7 +362,7 @@ class GlobalBatches(keras.utils.PyDataset):
     def keep_settings(self) -> Iterator[None]:
         """Save settings for `put_back_settings`; an exception within the block calls it at once."""
         self.put_back_settings()  # of an earlier `fit` that broke off
-        self._kept = self._batch_size, self._has_surplus_ranks
+        self._kept = self._batch_size, self.has_surplus_ranks
         try:
             yield
         except BaseException:
@@ -380,12 +375,12 @@ class GlobalBatches(keras.utils.PyDataset):
         A batch size that was set outside of `fit` in the meantime stays.
         """
         if self._kept is not None:
-            (self._batch_size, self._has_surplus_ranks), self._kept = self._kept, None
+            (self._batch_size, self.has_surplus_ranks), self._kept = self._kept, None
             self._open = None
 
     def use_active_ranks(self) -> None:
         """Share batches among `count_active` ranks only, with weights, from the next pass on."""
-        self._has_surplus_ranks, self._open = True, None
+        self.has_surplus_ranks, self._open = True, None
 
     def _is_ready(self) -> bool:
         """Return whether the number of ranks is known: data may be created before `init()`."""

@@ -62,7 +62,17 @@ _STATELESS: dict[str, Callable[..., Any]] = {
 _WITHOUT_SHAPE = ("multinomial", "random_shuffle")
 _OF_GENERATOR = ("normal", "uniform", "truncated_normal", "uniform_full_int")
 
-Wrap = Callable[[Any], Any]
+Around = Callable[..., Any]
+
+
+def _calling(around: Around, function: Any) -> Any:
+    """Return a function that calls `around(function, *arguments)`, under the name of `function`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    return call
 
 
 class NormalizationByMoments(keras.layers.BatchNormalization):
@@ -79,7 +89,8 @@ class NormalizationByMoments(keras.layers.BatchNormalization):
 class Patches:
     """Replaced attributes of classes and modules; `undo` restores what was there before.
 
-    As a context manager it does so at the end of the block.
+    A function is replaced by one that calls `around`, first with the replaced function, then with
+    the arguments of the call. A block (`with Patches() as patches`) undoes at its end.
     """
 
     def __init__(self) -> None:
@@ -96,10 +107,9 @@ class Patches:
         self._replaced.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
-    def wrap(self, owner: Any, name: str, wrap: Wrap) -> None:
-        """Replace a function by `wrap(function)`, under its own name and signature."""
-        before = getattr(owner, name)
-        self.replace(owner, name, functools.wraps(before)(wrap(before)))
+    def wrap(self, owner: Any, name: str, around: Around) -> None:
+        """Put `around` in place of a function, under the function's name and signature."""
+        self.replace(owner, name, _calling(around, getattr(owner, name)))
 
     def undo(self) -> None:
         """Restore all attributes, the last one first."""
@@ -110,69 +120,64 @@ class Patches:
             else:
                 setattr(owner, name, before)
 
-    def wrap_everywhere(self, function: Any, wrap: Wrap) -> None:
-        """Replace a function in all modules that have it under its name."""
-        name, wrapped = function.__name__, functools.wraps(function)(wrap(function))
+    def wrap_everywhere(self, function: Any, around: Around) -> None:
+        """Wrap a function in all modules that have it under its name."""
+        name, wrapped = function.__name__, _calling(around, function)
         for module in list(sys.modules.values()):
             if isinstance(module, types.ModuleType) and vars(module).get(name) is function:
                 self.replace(module, name, wrapped)
 
-    def wrap_for_program(self, owner: Any, name: str, wrap: Wrap) -> None:
+    def wrap_for_program(self, owner: Any, name: str, around: Around) -> None:
         """Wrap a function for calls of the main program and the modules in its folder only."""
+        function = getattr(owner, name)
 
-        def wrap_calls(function: Any) -> Any:
-            changed = wrap(function)
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_called_by_program():
+                return around(function, *args, **kwargs)
+            return function(*args, **kwargs)
 
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return (changed if is_called_by_program() else function)(*args, **kwargs)
+        self.replace(owner, name, call)
 
-            return call
-
-        self.wrap(owner, name, wrap_calls)
-
-    def wrap_checkpoints(self, wrap: Wrap) -> None:
+    def wrap_checkpoints(self, around: Around) -> None:
         """Wrap the method (self, file_prefix, options) that writes a `tf.train.Checkpoint`."""
-        self.wrap(tf.train.Checkpoint, "_write", wrap)
+        self.wrap(tf.train.Checkpoint, "_write", around)
 
     # Places of Keras.
 
-    def wrap_model(self, **wraps: Wrap) -> None:
+    def wrap_model(self, **arounds: Around) -> None:
         """Wrap methods of `keras.Model`, so of all models, by name."""
         vars_of_model = vars(keras.Model)
         if "fit" in vars_of_model:  # a warning of the first `fit` waits there
             del keras.Model.fit
-        for name, wrap in wraps.items():
-            self.wrap(keras.Model, name, wrap)
+        for name, around in arounds.items():
+            self.wrap(keras.Model, name, around)
 
-    def wrap_saves(self, **wraps: Wrap) -> None:
+    def wrap_saves(self, **arounds: Around) -> None:
         """Wrap the functions that save a model, in all modules that have them."""
         modules = {id(m): m for m in (keras.models, keras.saving, tf.keras.models)}
         for module in modules.values():
-            for name, wrap in wraps.items():
+            for name, around in arounds.items():
                 if hasattr(module, name):
-                    self.wrap(module, name, wrap)
+                    self.wrap(module, name, around)
 
-    def wrap_moments(self, wrap: Wrap) -> None:
+    def wrap_moments(self, around: Around) -> None:
         """Wrap the method (self, inputs, mask) with which BatchNormalization sees a batch."""
-        self.wrap(keras.layers.BatchNormalization, "_moments", wrap)
+        self.wrap(keras.layers.BatchNormalization, "_moments", around)
 
-    def wrap_reduction(self, wrap: Wrap) -> None:
+    def wrap_reduction(self, around: Around) -> None:
         """Wrap `reduce_weighted_values`, with which all losses make a number of their values."""
-        self.wrap(keras_losses, "reduce_weighted_values", wrap)
+        self.wrap(keras_losses, "reduce_weighted_values", around)
 
-    def wrap_added_losses(self, wrap: Wrap) -> None:
+    def wrap_added_losses(self, around: Around) -> None:
         """Wrap the method (self, loss) of models that adds up what `add_loss` was given."""
-        self.wrap(keras.Model, "_aggregate_additional_loss", wrap)
+        self.wrap(keras.Model, "_aggregate_additional_loss", around)
 
-    def wrap_losses(self, wrap: Wrap) -> None:
+    def wrap_losses(self, around: Around) -> None:
         """Wrap the method (self, y_true, y_pred) of losses made of a function."""
-        self.wrap(LossFunctionWrapper, "call", wrap)
+        self.wrap(LossFunctionWrapper, "call", around)
 
-    def wrap_means(self, wrap: Wrap) -> None:
-        """Wrap the method `update_state` (self, values, sample_weight) of the metric Mean."""
-        self.wrap(keras.metrics.Mean, "update_state", wrap)
-
-    def wrap_strategies(self, scope: Wrap, init: Wrap) -> None:
+    def wrap_strategies(self, scope: Around, init: Around) -> None:
         """Wrap the scope of strategies of tf.distribute, and the start of those of workers."""
         kinds = tf.distribute
         for kind in (kinds.Strategy, kinds.OneDeviceStrategy):
@@ -183,17 +188,15 @@ class Patches:
         ):
             self.wrap(kind, "__init__", init)
 
-    def wrap_draws(self, shaped: Wrap, dropout: Wrap, categorical: Wrap) -> None:
+    def wrap_draws(self, shaped: Around, dropout: Around, categorical: Around) -> None:
         """Wrap the draws of random numbers: of a shape, of dropout, and of logits."""
         for name in _SHAPED:
             self.wrap(keras_random, name, shaped)
         for name in _STATELESS.keys() - _WITHOUT_SHAPE:
             self.wrap(gen_random_ops, name, shaped)
 
-        def of_generator(draw: Any) -> Any:
-            return lambda generator, *args, **kwargs: shaped(functools.partial(draw, generator))(
-                *args, **kwargs
-            )
+        def of_generator(draw: Any, generator: Any, *args: Any, **kwargs: Any) -> Any:
+            return shaped(functools.partial(draw, generator), *args, **kwargs)
 
         for name in _OF_GENERATOR:
             self.wrap(tf.random.Generator, name, of_generator)
@@ -201,18 +204,14 @@ class Patches:
         self.wrap(keras_random, "categorical", categorical)
         self.wrap(gen_random_ops, "multinomial", categorical)
 
-    def wrap_stateful_draws(self, wrap: Callable[[Any, Any], Any]) -> None:
+    def wrap_stateful_draws(self, around: Around) -> None:
         """Wrap the draws of TensorFlow that continue from a state.
 
-        `wrap` is given each, and one that draws the same numbers whenever it gets the same `seed`,
-        of two numbers.
+        Before each, `around` is given one that draws the same numbers whenever it gets the same
+        `seed`, of two numbers.
         """
-
-        def with_other(stateless: Any) -> Wrap:
-            return lambda draw: wrap(draw, stateless)
-
         for name, stateless in _STATELESS.items():
-            self.wrap(gen_random_ops, name, with_other(stateless))
+            self.wrap(gen_random_ops, name, functools.partial(around, stateless))
 
 
 def folder_of_downloads(cache_dir: Any) -> Path:
@@ -241,7 +240,7 @@ def arguments_of(method: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
     named = dict(given.arguments)
-    named.pop("self")
+    named.pop("self", None)
     named |= named.pop("kwargs", {})
     return named
 

@@ -204,25 +204,22 @@ class _Launcher:
                 self._has_outlived_ranks = self.cut is None
                 self._kill()
             # Killing srun would not end the ranks; there the process beside the failed rank does.
-            elif self._has_collected() and (self._may_kill or self._is_rank_absent()):
+            elif (failure := self._collected()) and (self._may_kill or failure.is_absent):
                 self._kill()
             elif self.reader.have_all_ended():
                 self._end_children()
 
-    def _has_collected(self) -> bool:
-        """Return whether a rank has failed and the time for the others' reports is over."""
+    def _collected(self) -> Report | None:
+        """Return the first failure; None while the time for the others' reports is not over."""
         at, failure = self.reader.first_failure_at, self.reader.failure()
         if at is None or failure is None:
-            return False
+            return None
         is_cause = not (failure.is_told or failure.has_left)
         patience_s = _COLLECT_S if is_cause else _COLLECT_CAUSE_S
         if self.reader.is_cause_to_come():
             patience_s = _COLLECT_LEAVING_S
-        return self.reader.have_all_ended() or time.monotonic() - at > patience_s
-
-    def _is_rank_absent(self) -> bool:
-        failure = self.reader.failure()
-        return failure is not None and failure.is_absent
+        is_over = self.reader.have_all_ended() or time.monotonic() - at > patience_s
+        return failure if is_over else None
 
     def _kill(self) -> None:
         files = mpi_files.used_by(find_processes(self._job))

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from tfscale.comm.places import Places, parse_places, require_hosts, spread
 from tfscale.config import ConfigError, ExchangeError, environment, variable_name
-from tfscale.exchange import EXCHANGES
 from tfscale.launcher import mpi_command
 from tfscale.launcher.convert import add_convert
 from tfscale.launcher.doctor import examine
@@ -28,7 +27,7 @@ from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
 from tfscale.native import cache as library
 from tfscale.native.cores import count_cores
-from tfscale.transparent.__main__ import read_verify
+from tfscale.transparent.__main__ import add_options_of_distribute
 from tfscale.tune import add_tune
 
 
@@ -60,26 +59,12 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     add("--stdin", action="store_true", help=what)
     what = "train an unchanged Keras script: each rank computes its part of each batch"
     add("--distribute", action="store_true", help=what)
-    what = "for --distribute: what ranks send (default: allreduce)"
-    add("--exchange", choices=[*EXCHANGES], metavar="NAME", help=what)
-    what = "for --distribute: statistics of BatchNormalization (default: global)"
-    add("--batch-norm", choices=["global", "local"], help=what)
-    what = "for --distribute: seed of Python, NumPy and Keras on all ranks (default: drawn)"
-    add("--seed", type=int, metavar="N", help=what)
-    what = "for --distribute: show what ranks other than 0 print, too"
-    add("--all-output", action="store_true", help=what)
-    what = (
-        "for --distribute: compare steps with those of one process: off, first, N (default: first)"
-    )
-    add("--verify", type=read_verify, metavar="STEPS", help=what)
+    add_options_of_distribute(add, "for --distribute: ")
     add("--dry-run", action="store_true", help="print the command, start nothing")
     quiet_help = "do not print numbers of the training at the end"
     add("--quiet", action="store_true", help=quiet_help)
-    add(
-        "--verbose",
-        action="store_true",
-        help="show the command, and what TensorFlow says at its start",
-    )
+    what = "show the command, and what TensorFlow says at its start"
+    add("--verbose", action="store_true", help=what)
     add("command", nargs=argparse.REMAINDER, help="program and its arguments")
     run.set_defaults(handler=_run)
 

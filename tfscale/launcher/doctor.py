@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,39 +14,21 @@ from pathlib import Path
 
 from tfscale.comm.process import SLURM_VARIABLES
 from tfscale.config import ExchangeError
-from tfscale.launcher.mpi_command import (
-    LaunchSpec,
-    Mpi,
-    allocation_variables,
-    build_command,
-    end_processes,
-    find_mpi,
-    new_job,
-    thread_variables,
-)
+from tfscale.launcher import mpi_command
 from tfscale.native import cache as library
-from tfscale.native import mpi_files
-from tfscale.native.compiler import (
-    PACKAGE,
-    SUPPORTED_TENSORFLOW,
-    find_tool,
-    identity,
-    installed_tensorflow,
-    read_stamp,
-)
+from tfscale.native import compiler, mpi_files
 from tfscale.native.cores import count_cores, find_quota
 
 # The ranks test this package, not one in the folder where they start.
 _SELF_TEST = f"""
 import sys
-sys.path[0] = {str(PACKAGE.parent)!r}
+sys.path[0] = {str(compiler.PACKAGE.parent)!r}
 import numpy as np, tfscale
 tfscale.init()
 total = np.asarray(tfscale.allreduce(np.ones(1000, np.float32), op=tfscale.Sum))
 assert tfscale.size() == 2 and (total == 2).all(), (tfscale.size(), total)
 tfscale.shutdown()
 """
-_TENSORFLOW = "pip install 'tensorflow>=2.18,<2.22'"
 _NO_HOROVOD = "not installed: needed for backend='horovod' (Gloo, NCCL) and horovodrun only"
 _GPU_TEST = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 
@@ -85,6 +66,12 @@ def _check_version(name: str, version: str | None, supported: str, remedy: str) 
     return Check(name, "ok", version)
 
 
+def check_tensorflow() -> Check:
+    """Look for a TensorFlow that is supported."""
+    version, remedy = compiler.installed_tensorflow(), "pip install 'tensorflow>=2.18,<2.22'"
+    return _check_version("tensorflow", version, compiler.SUPPORTED_TENSORFLOW, remedy)
+
+
 def check_keras(environ: Mapping[str, str]) -> Check:
     """Look for Keras 3 with the TensorFlow backend."""
     version, backend = _installed("keras"), environ.get("KERAS_BACKEND", "tensorflow")
@@ -94,16 +81,16 @@ def check_keras(environ: Mapping[str, str]) -> Check:
     return _check_version("keras", version, "3.10 to 3.15", "pip install 'keras>=3.10,<3.16'")
 
 
-def check_mpi(mpi: Mpi | None) -> Check:
+def check_mpi(mpi: mpi_command.Mpi | None) -> Check:
     """Report the MPI that would start the ranks."""
     if mpi is None:
-        path = find_tool("mpiexec")
+        path = compiler.find_tool("mpiexec")
         detail = f"{path} is of an unknown kind" if path else "no mpiexec here or on PATH"
         return Check("mpi", "missing", detail, "pip install mpich")
     return Check("mpi", "ok", f"{mpi.kind} {mpi.version}, {mpi.mpiexec}")
 
 
-def check_slurm(mpi: Mpi | None) -> Check | None:
+def check_slurm(mpi: mpi_command.Mpi | None) -> Check | None:
     """Look for what Slurm's srun needs to start ranks; None where there is no srun."""
     if shutil.which("srun") is None:
         return None
@@ -128,16 +115,11 @@ def check_slurm(mpi: Mpi | None) -> Check | None:
 
 def _output_of(*command: str) -> str:
     """Return the output of a command, or "" if it cannot be run."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10.0
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr
+    done = mpi_command.run_within(10.0, command)
+    return done.stdout + done.stderr if done else ""
 
 
-def check_library(mpi: Mpi | None) -> Check:
+def check_library(mpi: mpi_command.Mpi | None) -> Check:
     """Look for a library that fits TensorFlow and MPI; compile it if there is none."""
     try:
         path = library.prepare_library(mpi.kind if mpi else "")
@@ -145,11 +127,11 @@ def check_library(mpi: Mpi | None) -> Check:
         return Check("library", "missing", str(error))
     is_packaged = path.is_relative_to(library.PACKAGED)
     place = "in the package" if is_packaged else f"in the cache, key {path.parent.name}"
-    stamp = read_stamp(path.parent) or {}
+    stamp = compiler.read_stamp(path.parent) or {}
     detail = f"{place}: {path}, of TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
     others = [folder for folder in library.packaged_folders() if folder != path.parent]
     for folder in others if not is_packaged else ():
-        stamp = read_stamp(folder) or {}
+        stamp = compiler.read_stamp(folder) or {}
         detail += f"; not used: {folder}, of TensorFlow {stamp['tensorflow']}, {stamp['mpi']}"
     return Check("library", "ok", detail)
 
@@ -158,7 +140,7 @@ def check_cache() -> Check:
     """List the compiled libraries in the user's cache."""
     folder, lines = library.cache_folder(), []
     try:
-        cached, sources = library.cached_libraries(), identity("")["sources"]
+        cached, sources = library.cached_libraries(), compiler.identity("")["sources"]
     except ExchangeError as error:
         return Check("cache", "missing", str(error))
     for one in cached:
@@ -183,8 +165,9 @@ def check_threads(environ: Mapping[str, str]) -> Check:
         remedy = "unset TF_NUM_INTEROP_THREADS, or set it to 2 or more"
         detail = "TF_NUM_INTEROP_THREADS=1: communication cannot overlap with computing"
         return Check("threads", "warning", detail, remedy)
-    given = thread_variables(LaunchSpec(("python",), 2, n_cores=cores), environ)
-    text = " ".join(f"{name}={value}" for name, value in given.items()) or "as set by you"
+    spec = mpi_command.LaunchSpec(("python",), 2, n_cores=cores)
+    variables = mpi_command.thread_variables(spec, environ)
+    text = " ".join(f"{name}={value}" for name, value in variables.items()) or "as set by you"
     limit = f", by a CPU quota of {find_quota():g}" if cores < len(os.sched_getaffinity(0)) else ""
     return Check("threads", "info", f"{cores} cores{limit}; each of 2 ranks: {text}")
 
@@ -209,16 +192,8 @@ def check_shared_memory() -> Check:
 
 def check_gpus(timeout_s: float = 120.0) -> Check:
     """Count the GPUs that TensorFlow sees, in a separate process."""
-    command = [sys.executable, "-c", _GPU_TEST]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired:
+    done = mpi_command.run_within(timeout_s, [sys.executable, "-c", _GPU_TEST])
+    if done is None:
         return Check("gpus", "warning", f"TensorFlow did not answer in {timeout_s:.0f} s")
     if done.returncode != 0:
         text = done.stderr.strip().splitlines()[-1:]
@@ -226,26 +201,20 @@ def check_gpus(timeout_s: float = 120.0) -> Check:
     return Check("gpus", "info", done.stdout.split()[-1])
 
 
-def self_test(mpi: Mpi, environ: Mapping[str, str], timeout_s: float) -> Check:
+def self_test(mpi: mpi_command.Mpi, environ: Mapping[str, str], timeout_s: float) -> Check:
     """Let two ranks add numbers; they are killed after `timeout_s`."""
     remedy = "see the message; tfscale run --dry-run shows the command that starts ranks"
     command, is_root = (sys.executable, "-c", _SELF_TEST), os.geteuid() == 0
-    spec = LaunchSpec(command, 2, is_root=is_root, n_cores=count_cores())
-    given = allocation_variables(spec, mpi, environ)
-    job, marked = new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **given, **environ})
+    spec = mpi_command.LaunchSpec(command, 2, is_root=is_root, n_cores=count_cores())
+    given = mpi_command.allocation_variables(spec, mpi, environ)
+    job, marked = mpi_command.new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **given, **environ})
+    marked |= {"CUDA_VISIBLE_DEVICES": "-1", **mpi_command.thread_variables(spec, environ)}
     try:
-        done = subprocess.run(
-            build_command(spec, mpi),
-            env={**marked, "CUDA_VISIBLE_DEVICES": "-1", **thread_variables(spec, environ)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired:
-        return Check("self test", "missing", f"2 ranks: no end in {timeout_s:.0f} s", remedy)
+        done = mpi_command.run_within(timeout_s, mpi_command.build_command(spec, mpi), marked)
     finally:
-        end_processes(job)
+        mpi_command.end_processes(job)
+    if done is None:
+        return Check("self test", "missing", f"2 ranks: no end in {timeout_s:.0f} s", remedy)
     if done.returncode != 0:
         text = f"exit code {done.returncode}\n{(done.stderr + done.stdout)[-2000:].strip()}"
         return Check("self test", "missing", f"2 ranks: {text}", remedy)
@@ -258,10 +227,10 @@ def examine(environ: Mapping[str, str], timeout_s: float = 120.0) -> list[Check]
     The self test is skipped if another check is "missing". Checks that start processes take
     `timeout_s` each at most.
     """
-    mpi = find_mpi()
+    mpi = mpi_command.find_mpi()
     checks = [
         Check("python", "ok", f"{platform.python_version()}, {sys.executable}"),
-        _check_version("tensorflow", installed_tensorflow(), SUPPORTED_TENSORFLOW, _TENSORFLOW),
+        check_tensorflow(),
         check_keras(environ),
         check_mpi(mpi),
         check_library(mpi),

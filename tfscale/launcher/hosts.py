@@ -12,16 +12,18 @@ from pathlib import Path
 
 from tfscale.comm.places import is_this_host
 from tfscale.config import ConfigError, variable_name
-from tfscale.launcher.mpi_command import LaunchSpec, Mpi
+from tfscale.launcher.mpi_command import LaunchSpec, Mpi, place_of
 from tfscale.launcher.reports import Start
 
 # Seconds that a host has to answer before the start.
 PROBE_S = 20.0
+# The same while a job waits for it.
+_SILENT_S = 10.0
 # The start fails after so many times the seconds of the first message.
 END_FACTOR = 5
 _TRY = "ssh -o BatchMode=yes {host} true"
-# Exit codes of the probe.
-_NO_FOLDER, _NO_PYTHON, _NO_MPI, _NO_PACKAGE, _NO_SSH = 81, 82, 83, 84, 255
+# Exit codes: of ssh that fails, and of the first of the tests on a host.
+_NO_SSH, _FIRST_TEST = 255, 81
 
 
 def _ssh_of(mpi: Mpi | None, environ: Mapping[str, str]) -> str | None:
@@ -37,19 +39,25 @@ def _ssh_of(mpi: Mpi | None, environ: Mapping[str, str]) -> str | None:
     return next((environ[name] for name in programs if environ.get(name)), "ssh")
 
 
-def _probe_of(mpi: Mpi, environ: Mapping[str, str], folder: str) -> str:
-    """Return the command that a host is given, whose exit code says what is missing there."""
-    python = shlex.quote(sys.executable)
-    lines = [f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}"]
-    lines += [f"command -v {python} >/dev/null || exit {_NO_PYTHON}"]
+def _tests_of(mpi: Mpi, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the commands that each host is given, and what it lacks where one fails."""
+    folder, python = Path.cwd(), shlex.quote(sys.executable)
+    tests = {
+        f"cd {shlex.quote(str(folder))}": f"the working folder {folder} is missing there. Start "
+        "from a folder that all hosts share",
+        f"command -v {python} >/dev/null": f"{sys.executable} is missing there. Install the same "
+        "environment under the same path, or share it",
+    }
     if mpi.kind == "mpich":
-        proxy = shlex.quote(str(Path(mpi.mpiexec).resolve().parent / "hydra_pmi_proxy"))
-        lines += [f"test -x {proxy} || exit {_NO_MPI}"]
-    given = {name: environ[name] for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in environ}
-    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
+        helper = Path(mpi.mpiexec).resolve().parent
+        tests[f"test -x {shlex.quote(str(helper / 'hydra_pmi_proxy'))}"] = (
+            f"hydra_pmi_proxy of MPICH is missing there in {helper}. Install the same MPI under "
+            "the same path"
+        )
+    names = ("PYTHONPATH", "LD_LIBRARY_PATH")
+    variables = " ".join(f"{n}={shlex.quote(environ[n])}" for n in names if n in environ)
     test = f"{variables} {python} -c 'import tfscale.launcher.rank_process'"
-    lines += [f"{test} || exit {_NO_PACKAGE}"]
-    return f"sh -c {shlex.quote('; '.join(lines))}"
+    return {**tests, test: f"{sys.executable} cannot import tfscale there"}
 
 
 def _ask(
@@ -90,12 +98,10 @@ def _ask(
     return {name: fault for name, fault in faults.items() if fault}
 
 
-def find_silent(
-    names: Sequence[str], mpi: Mpi | None, environ: Mapping[str, str], timeout_s: float = 10.0
-) -> list[str]:
+def find_silent(names: Sequence[str], mpi: Mpi | None, environ: Mapping[str, str]) -> list[str]:
     """Return the hosts that do not answer by ssh; none where they are reached in another way."""
     ssh = _ssh_of(mpi, environ)
-    return [*_ask(names, ssh, "true", timeout_s, {})] if ssh and names else []
+    return [*_ask(names, ssh, "true", _SILENT_S, {})] if ssh and names else []
 
 
 def check_hosts(
@@ -113,19 +119,10 @@ def check_hosts(
     ssh = _ssh_of(mpi, environ)
     if not names or ssh is None or mpi is None or spec.is_slurm:
         return
-    folder = str(Path.cwd())
-    command = _probe_of(mpi, environ, folder)
-    helper = Path(mpi.mpiexec).resolve().parent
-    what = {
-        _NO_FOLDER: f"the working folder {folder} is missing there. Start from a folder that all "
-        "hosts share",
-        _NO_PYTHON: f"{sys.executable} is missing there. Install the same environment under the "
-        "same path, or share it",
-        _NO_MPI: f"hydra_pmi_proxy of MPICH is missing there in {helper}. Install the same MPI "
-        "under the same path",
-        _NO_PACKAGE: f"{sys.executable} cannot import tfscale there",
-    }
-    faults = _ask(names, ssh, command, timeout_s, what)
+    tests = _tests_of(mpi, environ)
+    lines = [f"{test} || exit {code}" for code, test in enumerate(tests, _FIRST_TEST)]
+    command = f"sh -c {shlex.quote('; '.join(lines))}"
+    faults = _ask(names, ssh, command, timeout_s, dict(enumerate(tests.values(), _FIRST_TEST)))
     if faults:
         listed = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
         raise ConfigError(
@@ -211,11 +208,8 @@ class StartWatch:
 
     def _host_of(self, rank: int) -> str:
         """Return the other host on which a rank starts; "" for this one, or an unknown one."""
-        for name, n_ranks in self._spec.hosts:
-            if rank < n_ranks:
-                return "" if is_this_host(name) else name
-            rank -= n_ranks
-        return ""
+        name, _ = place_of(rank, self._spec.hosts)
+        return "" if is_this_host(name) else name
 
 
 def _listed(names: Iterable[str]) -> str:

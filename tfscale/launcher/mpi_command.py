@@ -21,6 +21,15 @@ from tfscale.config import ConfigError, setting
 from tfscale.native.compiler import find_tool
 
 
+def place_of(rank: int, hosts: Places) -> tuple[str, int]:
+    """Return the host on which a rank starts, and its number of ranks; ("", 1) for this host."""
+    for name, n_ranks in hosts:
+        if rank < n_ranks:
+            return name, n_ranks
+        rank -= n_ranks
+    return "", 1
+
+
 @dataclass(frozen=True)
 class Mpi:
     """An MPI that can start ranks: "mpich", "openmpi" or "intel", and the path of its mpiexec."""
@@ -164,23 +173,30 @@ STDIN_VARIABLE = "TFSCALE_STDIN"
 JOB_VARIABLE = "TFSCALE_JOB"
 
 
-def find_mpi(mpiexec: str | None = None) -> Mpi | None:
-    """Return the MPI of an mpiexec, by default that of this environment, a wheel or PATH."""
-    path = mpiexec or find_tool("mpiexec")
-    if path is None:
-        return None
+def run_within(
+    timeout_s: float, command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a command without input; None if it cannot be started, or does not end in time."""
     try:
-        done = subprocess.run(
-            [path, "--version"],
+        return subprocess.run(
+            command,
+            env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=30,
+            errors="replace",
+            timeout=timeout_s,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    known = parse_version(done.stdout + done.stderr)
-    return Mpi(*known, path) if known else None
+
+
+def find_mpi(mpiexec: str | None = None) -> Mpi | None:
+    """Return the MPI of an mpiexec, by default that of this environment, a wheel or PATH."""
+    path = mpiexec or find_tool("mpiexec")
+    done = run_within(30.0, [path, "--version"]) if path else None
+    version = parse_version(done.stdout + done.stderr) if done else None
+    return Mpi(*version, path) if path and version else None
 
 
 def choose_mpi(mpiexec: str | None, is_slurm: bool) -> Mpi | None:

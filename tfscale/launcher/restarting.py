@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -80,12 +79,7 @@ def lost_place(outcome: Outcome, hosts: Places) -> tuple[str, int] | None:
     """
     if outcome.failure is None or outcome.failure.is_told:
         return None
-    rank = outcome.failure.rank
-    for name, n_ranks in hosts:
-        if rank < n_ranks:
-            return name, n_ranks
-        rank -= n_ranks
-    return ("", 1)
+    return mpi_command.place_of(outcome.failure.rank, hosts)
 
 
 def next_places(
@@ -232,16 +226,8 @@ class Job:
     def _answers(self, host: str) -> bool:
         """Return whether the MPI can start a program on a host."""
         spec = dataclasses.replace(self._spec, command=("true",), size=1, hosts=((host, 1),))
-        try:
-            done = subprocess.run(
-                mpi_command.build_command(spec, self._mpi),
-                env={**self._environ, **self.variables()},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_ANSWER_S,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            done = None
+        command = mpi_command.build_command(spec, self._mpi)
+        done = mpi_command.run_within(_ANSWER_S, command, {**self._environ, **self.variables()})
         if done is None or done.returncode != 0:
             _say(f"tfscale: host {host} does not answer and is left out.\n")
             return False

@@ -26,21 +26,11 @@ from pathlib import Path
 
 from tfscale.config import ExchangeError, environment
 from tfscale.files import sync_folder
-from tfscale.native.compiler import (
-    LIBRARY_NAME,
-    PACKAGE,
-    STAMP_NAME,
-    BuildError,
-    Toolchain,
-    build,
-    find_toolchain,
-    identity,
-    read_stamp,
-    require_tensorflow,
-)
+from tfscale.native import compiler
+from tfscale.native.compiler import BuildError
 from tfscale.native.cores import count_cores
 
-PACKAGED = PACKAGE / "_lib"
+PACKAGED = compiler.PACKAGE / "_lib"
 # Seconds of compiling on one core, and on many; a message says so.
 _COMPILE_ONE_CORE_S, _COMPILE_LEAST_S = 120, 20
 _LOOK_S = 0.2
@@ -92,15 +82,15 @@ def _fits(stamp: Mapping[str, str], wanted: Mapping[str, str], kind: str) -> boo
 def packaged_folders() -> list[Path]:
     """Return the folders of the package that hold a library: one, or one per TensorFlow."""
     folders = (PACKAGED, *sorted(PACKAGED.glob("*/")))
-    return [folder for folder in folders if read_stamp(folder) is not None]
+    return [folder for folder in folders if compiler.read_stamp(folder) is not None]
 
 
 def find_packaged(kind: str = "") -> Path | None:
     """Return the package's library that fits TensorFlow and the launcher's MPI, or None."""
-    wanted = identity(require_tensorflow())
+    wanted = compiler.identity(compiler.require_tensorflow())
     for folder in packaged_folders():
-        if _fits(read_stamp(folder) or {}, wanted, kind):
-            return folder / LIBRARY_NAME
+        if _fits(compiler.read_stamp(folder) or {}, wanted, kind):
+            return folder / compiler.LIBRARY_NAME
     return None
 
 
@@ -109,8 +99,8 @@ def key_of(stamp: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _find_toolchain(kind: str) -> Toolchain:
-    toolchain = find_toolchain()
+def _find_toolchain(kind: str) -> compiler.Toolchain:
+    toolchain = compiler.find_toolchain()
     if not _is_of(kind, toolchain.mpi):
         raise BuildError(
             "The library must be compiled with the MPI that starts the ranks. Received: a launcher "
@@ -125,12 +115,12 @@ def find_cached(kind: str = "") -> Path | None:
 
     Without a compiler here, one that another host with the same home folder has compiled.
     """
-    folder, wanted = cache_folder(), identity(require_tensorflow())
+    folder, wanted = cache_folder(), compiler.identity(compiler.require_tensorflow())
     if not folder.exists():
         return None
     _require_own(folder)
     try:
-        keys = [key_of(identity(wanted["tensorflow"], _find_toolchain(kind)))]
+        keys = [key_of(compiler.identity(wanted["tensorflow"], _find_toolchain(kind)))]
     except BuildError:
         keys = [
             one.key
@@ -138,9 +128,9 @@ def find_cached(kind: str = "") -> Path | None:
             if _fits(one.stamp, wanted, kind) and one.stamp.get("machine") == wanted["machine"]
         ]
     for key in keys:
-        if read_stamp(folder / key) is not None:
+        if compiler.read_stamp(folder / key) is not None:
             _require_own(folder / key)
-            return folder / key / LIBRARY_NAME
+            return folder / key / compiler.LIBRARY_NAME
     return None
 
 
@@ -175,7 +165,8 @@ def prepare_library(kind: str = "", who: str = "", is_packaged: bool = True) -> 
         found = find_library(kind) if is_packaged else find_cached(kind)
         if found is not None:
             return found
-        return _compile_once(identity(require_tensorflow(), _find_toolchain(kind)), who)
+        toolchain = _find_toolchain(kind)
+        return _compile_once(compiler.identity(compiler.require_tensorflow(), toolchain), who)
     except OSError as error:
         raise ExchangeError(
             "The library is compiled into the user's cache, which must be writable. Received: "
@@ -194,7 +185,7 @@ def _compile_once(stamp: Mapping[str, str], who: str) -> Path:
     duration = f"about {max(_COMPILE_LEAST_S, _COMPILE_ONE_CORE_S // count_cores())} s"
     with _locked(folder / "lock", who, duration) as is_locked:
         names = os.listdir(folder)  # NFS then shows what other hosts have made, too
-        if read_stamp(target) is None:
+        if compiler.read_stamp(target) is None:
             for name in names if is_locked else ():  # no other process compiles
                 if name.startswith(_UNFINISHED):
                     shutil.rmtree(folder / name, ignore_errors=True)  # of a killed one
@@ -206,7 +197,7 @@ def _compile_once(stamp: Mapping[str, str], who: str) -> Path:
             _compile_into(target)
             _say(who, f"compiled in {time.monotonic() - started:.0f} s, kept in {target}.")
     _require_own(target)
-    return target / LIBRARY_NAME
+    return target / compiler.LIBRARY_NAME
 
 
 def _say(who: str, text: str) -> None:
@@ -253,14 +244,14 @@ def _compile_into(target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=target.parent) as name:
         made = Path(name) / "made"
         made.mkdir(mode=0o700)
-        build(made, Path(name) / "objects")
-        if read_stamp(target) is None:  # what is there is damaged
+        compiler.build(made, Path(name) / "objects")
+        if compiler.read_stamp(target) is None:  # what is there is damaged
             with contextlib.suppress(FileNotFoundError):
                 target.rename(Path(name) / "damaged")
         try:
             made.rename(target)
         except OSError:  # without locks, another process may have been faster
-            if read_stamp(target) is None:
+            if compiler.read_stamp(target) is None:
                 raise
         sync_folder(target.parent)
 
@@ -277,8 +268,8 @@ class Cached:
 def cached_libraries() -> list[Cached]:
     """Return the libraries of the user's cache, the newest first."""
     found = []
-    for path in cache_folder().glob(f"*/{LIBRARY_NAME}"):
-        stamp = read_stamp(path.parent)
+    for path in cache_folder().glob(f"*/{compiler.LIBRARY_NAME}"):
+        stamp = compiler.read_stamp(path.parent)
         if stamp is not None and not path.parent.name.startswith(_UNFINISHED):
             status = path.stat()
             found.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
@@ -287,15 +278,10 @@ def cached_libraries() -> list[Cached]:
 
 def damaged_folders() -> list[Path]:
     """Return the folders of the user's cache whose library or record is cut or unreadable."""
-    folders = sorted(
-        {
-            path.parent
-            for name in (LIBRARY_NAME, STAMP_NAME)
-            for path in cache_folder().glob(f"*/{name}")
-        }
-    )
-    finished = [path for path in folders if not path.name.startswith(_UNFINISHED)]
-    return [path for path in finished if read_stamp(path) is None]
+    names = (compiler.LIBRARY_NAME, compiler.STAMP_NAME)
+    folders = {path.parent for name in names for path in cache_folder().glob(f"*/{name}")}
+    finished = [folder for folder in folders if not folder.name.startswith(_UNFINISHED)]
+    return sorted(folder for folder in finished if compiler.read_stamp(folder) is None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -317,7 +303,7 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or PACKAGED
     with tempfile.TemporaryDirectory() as folder:
         try:
-            library = build(output, options.objects or Path(folder), options.mpicxx)
+            library = compiler.build(output, options.objects or Path(folder), options.mpicxx)
         except BuildError as error:
             sys.stderr.write(f"tfscale build: {error}\n")
             return 1

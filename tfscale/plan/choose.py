@@ -6,21 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tfscale.files import sha256
+from tfscale.plan import parts
 from tfscale.plan.buckets import BYTES_PER_VALUE, Kind, auto_bucket_bytes
 from tfscale.plan.costs import Scenario
-from tfscale.plan.parts import (
-    KINDS,
-    LayerPart,
-    LayerPlan,
-    bucketed,
-    cheap_partial_layers,
-    chunked,
-    dense_layers,
-    kinds_for,
-    sent_bytes,
-    specs_of,
-    with_part,
-)
+from tfscale.plan.parts import LayerPart, LayerPlan
 from tfscale.plan.simulate import Prediction, simulate
 
 _CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # numbers of buckets that are tried
@@ -63,13 +52,13 @@ def _cut_in_ways(
     places = [i for i, layer in enumerate(table.layers) if layer.weights and i not in special]
     total = sum(table.layers[i].n_values * BYTES_PER_VALUE for i in places)
     for n_buckets in cuts:
-        yield bucketed(table, max(1, -(-total // n_buckets)), kind, special)
-    yield bucketed(table, None, kind, special)
-    is_first = sorted(special) == dense_layers(table)[: len(special)]
+        yield parts.bucketed(table, max(1, -(-total // n_buckets)), kind, special)
+    yield parts.bucketed(table, None, kind, special)
+    is_first = sorted(special) == parts.dense_layers(table)[: len(special)]
     if kind == "allreduce" and is_first and set(special.values()) <= {"replicated"}:
         for chunks in (2, 3) if cuts is _CUTS else ():
             for first in _boundaries(len(places), _TRIED_CHUNKS):
-                yield chunked(table, first, chunks, len(special))
+                yield parts.chunked(table, first, chunks, len(special))
 
 
 def _boundaries(n_layers: int, n_tried: int) -> range:
@@ -88,7 +77,7 @@ def best_first_chunk(
     n_layers = sum(1 for layer in table.layers if layer.weights) - replicated
 
     def step_s(first: int) -> float:
-        return simulate(scenario, chunked(table, first, chunks, replicated)).step_s
+        return simulate(scenario, parts.chunked(table, first, chunks, replicated)).step_s
 
     return min(_boundaries(n_layers, n_tried), key=step_s)
 
@@ -125,10 +114,10 @@ class Choice:
 def plain_plan(scenario: Scenario) -> LayerPlan:
     """Return the plan of `PLAIN`."""
     table = scenario.table
-    return bucketed(table, auto_bucket_bytes(specs_of(table)))
+    return parts.bucketed(table, auto_bucket_bytes(parts.specs_of(table)))
 
 
-def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
+def choose(scenario: Scenario, allowed: Sequence[Kind] = parts.KINDS) -> Choice:
     """Choose each parameter's exchange; plain allreduce unless a plan is 3 % faster.
 
     The search starts with the exchange of dense layers that sends the fewest bytes. It then varies
@@ -153,7 +142,7 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = KINDS) -> Choice:
 
 
 def _describe(plan: LayerPlan, is_plain: bool) -> str:
-    counts = {kind: sum(part.kind == kind for part in plan.parts) for kind in KINDS}
+    counts = {kind: sum(part.kind == kind for part in plan.parts) for kind in parts.KINDS}
     words = [
         f"{n} {kind}{' buckets' if kind in ('allreduce', 'sharded') else ' dense'}"
         for kind, n in counts.items()
@@ -165,9 +154,9 @@ def _describe(plan: LayerPlan, is_plain: bool) -> str:
 def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]]:
     """Return initial exchanges of the dense layers: none special, and that of fewest bytes."""
     cheapest: dict[int, Kind] = {}
-    for place in dense_layers(scenario.table):
-        kinds = [k for k in kinds_for(scenario.table.layers[place]) if k in allowed]
-        kind = min(kinds, key=lambda k: sent_bytes(scenario, place, k))
+    for place in parts.dense_layers(scenario.table):
+        kinds = [k for k in parts.kinds_for(scenario.table.layers[place]) if k in allowed]
+        kind = min(kinds, key=lambda k: parts.sent_bytes(scenario, place, k))
         if kind in ("partial", "replicated"):
             cheapest[place] = kind
     return [{}, cheapest] if cheapest and scenario.n_ranks > 1 else [{}]
@@ -186,7 +175,7 @@ def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind
         _starts(search.scenario, allowed), key=lambda s: search.step_s(best_cut(s, _FEW_CUTS))
     )
     best = best_cut(special, _FEW_CUTS)
-    size = {place: table.layers[place].n_values for place in dense_layers(table)}
+    size = {place: table.layers[place].n_values for place in parts.dense_layers(table)}
     for place in sorted(size, key=lambda p: (-size[p], p))[:_TRIED_DENSE]:
         rest = {other: kind for other, kind in special.items() if other != place}
         options = [rest, *({**rest, place: k} for k in ("partial", "replicated") if k in allowed)]
@@ -208,7 +197,7 @@ def _switch_parts(search: _Search, plan: LayerPlan) -> LayerPlan:
     tried = [part for part in sorted(plan.parts, key=n_values, reverse=True) if part.kind in other]
     for part in tried[:_TRIED_PARTS]:
         switched = LayerPart(other[part.kind], part.parameters)
-        plan = search.better(plan, with_part(plan, switched))
+        plan = search.better(plan, parts.with_part(plan, switched))
     return plan
 
 
@@ -217,23 +206,25 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
 
     Each kind has the options that are worth trying; the first one is `PLAIN`.
     """
-    table, dense = scenario.table, dense_layers(scenario.table)
+    table, n_samples = scenario.table, scenario.global_batch
+    dense = parts.dense_layers(table)
 
     def chunks(n_replicated: int) -> dict[str, LayerPlan]:
         first = best_first_chunk(scenario, 2, n_replicated, n_tried=12)
         places = (i for i, layer in enumerate(table.layers) if layer.weights)
         names = [table.layers[i].name for i in places if i not in dense[:n_replicated]]
         more = f", replicated_dense={n_replicated}" if n_replicated else ""
-        plan = chunked(table, first, 2, n_replicated)
+        plan = parts.chunked(table, first, 2, n_replicated)
         return {f'tfscale.Chunked(first_chunk_from="{names[-first]}"{more})': plan}
 
     def buckets(start: str, end: str, kind: Kind, special: dict[int, Kind]) -> dict[str, LayerPlan]:
-        plans = {size: bucketed(table, size * 2**20, kind, special) for size in _MEBIBYTES}
+        plans = {size: parts.bucketed(table, size * 2**20, kind, special) for size in _MEBIBYTES}
         return {f"tfscale.{start}(bucket_mb={size}{end}": plan for size, plan in plans.items()}
 
+    per_layer = parts.bucketed(table, None)
     found = {
         "allreduce": {PLAIN: plain_plan(scenario), **buckets("Allreduce", ")", "allreduce", {})},
-        "one allreduce per layer": {'tfscale.Chunked(chunks="per_layer")': bucketed(table, None)},
+        "one allreduce per layer": {'tfscale.Chunked(chunks="per_layer")': per_layer},
         "chunked": chunks(0),
         "chunked, replicated dense": {},
         "sharded": buckets("Sharded", ', dense="weights")', "sharded", {}),
@@ -242,6 +233,6 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
     for n_replicated in range(1, min(len(dense), _MOST_REPLICATED, n_layers - 1) + 1):
         found["chunked, replicated dense"] |= chunks(n_replicated)
     if dense:
-        end, special = f", global_batch={scenario.global_batch})", cheap_partial_layers(scenario)
+        end, special = f", global_batch={n_samples})", parts.cheap_partial_layers(scenario)
         found["sharded, partial dense"] = buckets("Sharded", end, "sharded", special)
     return {kind: plans for kind, plans in found.items() if plans}

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.config import environment
-from tfscale.launcher.mpi_command import (
-    LaunchSpec,
-    allocation_variables,
-    build_command,
-    end_processes,
-    find_mpi,
-    new_job,
-)
+from tfscale.launcher import mpi_command
 from tfscale.native.cores import count_cores
 
 
@@ -36,7 +29,7 @@ class Started:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        end_processes(self.job, grace_s=0.0)
+        mpi_command.end_processes(self.job, grace_s=0.0)
 
     def output_tail(self, characters: int = 6000) -> str:
         """Return the end of what was written until now."""
@@ -69,11 +62,12 @@ def start(
     """
     words, given = list(command), dict(env or {})
     if size:
-        spec = LaunchSpec(tuple(words), size, is_root=os.geteuid() == 0, n_cores=count_cores())
-        mpi = find_mpi()
-        words = build_command(spec, mpi)
-        given |= allocation_variables(spec, mpi, {**environment(), **given})
-    job, environ = new_job({**environment(), **given})
+        is_root, n_cores = os.geteuid() == 0, count_cores()
+        spec = mpi_command.LaunchSpec(tuple(words), size, is_root=is_root, n_cores=n_cores)
+        mpi = mpi_command.find_mpi()
+        words = mpi_command.build_command(spec, mpi)
+        given |= mpi_command.allocation_variables(spec, mpi, {**environment(), **given})
+    job, environ = mpi_command.new_job({**environment(), **given})
     with output.open("wb") as file, (errors or Path(os.devnull)).open("wb") as error_file:
         process = subprocess.Popen(
             words,

@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfscale.exchange import EXCHANGES
@@ -28,17 +28,22 @@ def _parser() -> argparse.ArgumentParser:
         description="Trains an unchanged Keras script on all ranks, see tfscale.distribute.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--exchange", choices=[*EXCHANGES], default="allreduce", help="what ranks send")
-    statistics = "statistics of BatchNormalization"
-    add("--batch-norm", choices=["global", "local"], default="global", help=statistics)
-    add("--seed", type=int, help="of Python, NumPy and Keras on all ranks (default: drawn)")
-    what = (
-        "which steps to compare with those of one process: off, first, or a number N (every N-th)"
-    )
-    add("--verify", type=read_verify, default="first", metavar="STEPS", help=what)
-    add("--all-output", action="store_true", help="show what ranks other than 0 print, too")
+    add_options_of_distribute(parser.add_argument)
     return parser
+
+
+def add_options_of_distribute(add: Callable[..., Any], start: str = "") -> None:
+    """Add options for the arguments of `tfscale.distribute`; `start` begins their help texts."""
+    what = f"{start}what ranks send (default: allreduce)"
+    add("--exchange", choices=[*EXCHANGES], metavar="NAME", help=what)
+    what = f"{start}statistics of BatchNormalization (default: global)"
+    add("--batch-norm", choices=["global", "local"], help=what)
+    what = f"{start}seed of Python, NumPy and Keras on all ranks (default: drawn)"
+    add("--seed", type=int, metavar="N", help=what)
+    what = f"{start}show what ranks other than 0 print, too"
+    add("--all-output", action="store_true", help=what)
+    what = f"{start}compare steps with those of one process: off, first, N (default: first)"
+    add("--verify", type=read_verify, metavar="STEPS", help=what)
 
 
 def read_verify(text: str) -> str | int:
@@ -108,7 +113,7 @@ def main(words: Sequence[str]) -> Any:
     """Distribute, then run the program; its exceptions and exit status are those of Python."""
     options, program = split(words)
     parser = _parser()
-    settings = vars(parser.parse_args(options))
+    settings = {n: v for n, v in vars(parser.parse_args(options)).items() if v is not None}
     if not program or (program[0] in ("-m", "-c") and len(program) == 1):
         parser.error("a script, -m module or -c code is missing")
     if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):

@@ -42,25 +42,21 @@ _GENERATOR = (
 
 
 class OrderedPipelines:
-    """Iterators over datasets that give the same elements in each run; `wrap` patches them."""
+    """Iterators over datasets that give the same elements in each run."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, list[Step]] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
 
-    def wrap(self, iterate: Any) -> Any:
-        """Return the method `__iter__` of datasets for `iterate`, which is TensorFlow's."""
-
-        def iterate_alike(dataset: Any) -> Any:
-            if not tf.executing_eagerly():
-                return iterate(dataset)
-            raced = [step for step in self.steps_of(dataset) if step.depends_on_time]
-            if not raced:
-                return iterate(dataset)
-            self._tell(raced[0])
-            return iterate_in_order(iterate, dataset)
-
-        return iterate_alike
+    def iterate(self, iterate: Any, dataset: Any) -> Any:
+        """Return an iterator over a dataset; `iterate` is TensorFlow's `__iter__`."""
+        if not tf.executing_eagerly():
+            return iterate(dataset)
+        raced = [step for step in self.steps_of(dataset) if step.depends_on_time]
+        if not raced:
+            return iterate(dataset)
+        self._tell(raced[0])
+        return iterate_in_order(iterate, dataset)
 
     def steps_of(self, dataset: Any) -> list[Step]:
         """Return the steps of a dataset, read once."""

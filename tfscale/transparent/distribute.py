@@ -121,7 +121,7 @@ def distribute(
     """
     global _running
     allowed = get_args(BatchNorm)
-    require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm, "")
+    require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm)
     require_verify(verify)
     resolve(exchange)
     began_s = time.time()
@@ -179,7 +179,7 @@ class Distributed:
         self._patches.wrap(keras.export.ExportArchive, "write_out", _exporting_once)
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
         self._patches.wrap_strategies(_without_replicas, _without_workers)
-        self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().wrap)
+        self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().iterate)
         strategy = resolve(exchange).within_group()
         files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
         shares.use(True)
@@ -263,114 +263,86 @@ class Distributed:
         self._updated_by.update(rules)  # not the wrappers, which end when a model is compiled again
         return batches
 
-    def _apply(self, apply: Any) -> Any:
-        apply = self._verifier.recording(apply)
-
-        def apply_inside(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            rule = update_rule(optimizer)
-            inner = (each for known in self._updated_by for each in inner_optimizers(known))
-            if rule not in self._updated_by and all(each is not rule for each in inner):
-                raise ConfigError(
-                    "tfscale.distribute knows the optimizers of compiled models, those that a "
-                    "model has as attributes included, in fit and train_on_batch. Received: "
-                    f"{type(rule).__name__}.apply elsewhere, such as in a loop with GradientTape. "
-                    "Use tfscale.DistributedOptimizer and tfscale.data.GlobalBatches, or "
-                    "train_step, instead of tfscale.distribute: see docs/distribute.md."
-                )
-            return apply(optimizer, *args, **kwargs)
-
-        return apply_inside
+    def _apply(self, apply: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        rule = update_rule(optimizer)
+        inner = (each for outer in self._updated_by for each in inner_optimizers(outer))
+        if rule not in self._updated_by and all(each is not rule for each in inner):
+            raise ConfigError(
+                "tfscale.distribute knows the optimizers of compiled models, those that a "
+                "model has as attributes included, in fit and train_on_batch. Received: "
+                f"{type(rule).__name__}.apply elsewhere, such as in a loop with GradientTape. "
+                "Use tfscale.DistributedOptimizer and tfscale.data.GlobalBatches, or "
+                "train_step, instead of tfscale.distribute: see docs/distribute.md."
+            )
+        return self._verifier.apply_or_record(apply, optimizer, *args, **kwargs)
 
     # Keras's methods.
 
-    def _fit(self, fit: Any) -> Any:
-        def fit_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(fit, model, *args, **kwargs)
-            batches = self._prepare_training(model)
-            _require_equal_arguments(given, "fit")
-            given["callbacks"] = for_ranks(given["callbacks"])
-            batches.expect(given["x"], "fit")
-            history = fit(model, **given)
-            # Groups exchange nothing in most steps.
-            batches.require_equal(has_stopped=model.stop_training)
-            return history
+    def _fit(self, fit: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        arguments = arguments_of(fit, model, *args, **kwargs)
+        batches = self._prepare_training(model)
+        _require_equal_arguments(arguments, "fit")
+        arguments["callbacks"] = for_ranks(arguments["callbacks"])
+        batches.expect(arguments["x"], "fit")
+        history = fit(model, **arguments)
+        # Groups exchange nothing in most steps.
+        batches.require_equal(has_stopped=model.stop_training)
+        return history
 
-        return fit_together
+    def _evaluate(self, evaluate: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        arguments = arguments_of(evaluate, model, *args, **kwargs)
+        batches = self._prepare(model)["test_step"]
+        if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
+            _require_equal_arguments(arguments, "evaluate")
+            callbacks = map(_written_once, _listed(arguments["callbacks"]))
+            arguments["callbacks"] = [MetricAverageCallback(), *callbacks]
+        return _compared(batches, arguments["x"], "evaluate", lambda: evaluate(model, **arguments))
 
-    def _evaluate(self, evaluate: Any) -> Any:
-        def evaluate_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(evaluate, model, *args, **kwargs)
-            batches = self._prepare(model)["test_step"]
-            if not isinstance(given["callbacks"], keras.callbacks.CallbackList):  # else of `fit`
-                _require_equal_arguments(given, "evaluate")
-                own = map(_written_once, _listed(given["callbacks"]))
-                given["callbacks"] = [MetricAverageCallback(), *own]
-            return _compared(batches, given["x"], "evaluate", lambda: evaluate(model, **given))
+    def _predict(self, predict: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        arguments = arguments_of(predict, model, *args, **kwargs)
+        batches = self._prepare(model)["predict_step"]
+        _require_equal_arguments(arguments, "predict")
+        return _compared(batches, arguments["x"], "predict", lambda: predict(model, **arguments))
 
-        return evaluate_together
+    def _on_batch(self, on_batch: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        arguments = arguments_of(on_batch, model, *args, **kwargs)
+        as_dict, arguments["return_dict"] = arguments["return_dict"], True
+        if "class_weight" in arguments:
+            self._prepare_training(model).expect_one("train_on_batch")
+            prepare(model)
+        else:
+            self._prepare(model)["test_step"].expect_one("test_on_batch")
+        step = "train_step" if "class_weight" in arguments else "test_step"
+        logs = raise_own_errors(lambda: on_batch(model, **arguments))
+        results = metrics_of_all_ranks(model, logs, step, is_direct=True)
+        return results if as_dict else metrics_in_order(model, results)
 
-    def _predict(self, predict: Any) -> Any:
-        def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(predict, model, *args, **kwargs)
-            batches = self._prepare(model)["predict_step"]
-            _require_equal_arguments(given, "predict")
-            return _compared(batches, given["x"], "predict", lambda: predict(model, **given))
-
-        return predict_together
-
-    def _on_batch(self, on_batch: Any) -> Any:
-        def on_batch_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            given = arguments_of(on_batch, model, *args, **kwargs)
-            as_dict, given["return_dict"] = given["return_dict"], True
-            if "class_weight" in given:
-                self._prepare_training(model).expect_one("train_on_batch")
-                prepare(model)
-            else:
-                self._prepare(model)["test_step"].expect_one("test_on_batch")
-            step = "train_step" if "class_weight" in given else "test_step"
-            own = raise_own_errors(lambda: on_batch(model, **given))
-            results = metrics_of_all_ranks(model, own, step, is_direct=True)
-            return results if as_dict else metrics_in_order(model, results)
-
-        return on_batch_together
-
-    def _predict_on_batch(self, predict_on_batch: Any) -> Any:
-        def predict_together(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            self._prepare(model)["predict_step"].expect_one("predict_on_batch")
-            return raise_own_errors(lambda: predict_on_batch(model, *args, **kwargs))
-
-        return predict_together
+    def _predict_on_batch(
+        self, predict_on_batch: Any, model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._prepare(model)["predict_step"].expect_one("predict_on_batch")
+        return raise_own_errors(lambda: predict_on_batch(model, *args, **kwargs))
 
 
 # Saves.
 
 
-def _saving_once(save: Any) -> Any:
-    def save_once(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        name = save.__name__
-        if name in vars(model):  # the safe save calls this one
-            return save(model, *args, **kwargs)
-        make_saves_safe(model)
-        return getattr(model, name)(*args, **kwargs)
-
-    return save_once
+def _saving_once(save: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    name = save.__name__
+    if name in vars(model):  # the safe save calls this one
+        return save(model, *args, **kwargs)
+    make_saves_safe(model)
+    return getattr(model, name)(*args, **kwargs)
 
 
-def _saving_by_method(save: Any) -> Any:
+def _saving_by_method(save: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     method = save.__name__.removesuffix("_model")  # of keras.saving.save_model: `save`
-
-    def save_by_method(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        return getattr(model, method)(*args, **kwargs)
-
-    return save_by_method
+    return getattr(model, method)(*args, **kwargs)
 
 
-def _exporting_once(export: Any) -> Any:
-    def export_once(exported: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        what = f"{type(exported).__name__}.{export.__name__}"
-        on_first_rank(lambda: export(exported, filepath, *args, **kwargs), what, filepath)
-
-    return export_once
+def _exporting_once(export: Any, exported: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    what = f"{type(exported).__name__}.{export.__name__}"
+    on_first_rank(lambda: export(exported, filepath, *args, **kwargs), what, filepath)
 
 
 # Callbacks.
@@ -412,12 +384,9 @@ class _MetricsOfAllRows(MetricAverageCallback):
 
 
 def _written_once(callback: Any) -> Any:
-    return WrittenOnce(callback) if _only_writes(callback) else callback
-
-
-def _only_writes(callback: Any) -> bool:
     package = type(callback).__module__.partition(".")[0]
-    return isinstance(callback, _WRITING) or package in _WRITING_PACKAGES
+    only_writes = isinstance(callback, _WRITING) or package in _WRITING_PACKAGES
+    return WrittenOnce(callback) if only_writes else callback
 
 
 def _listed(callbacks: Any) -> list[Any]:
@@ -442,34 +411,30 @@ def _refuse_stateful(model: keras.Model) -> None:
 # Strategies of tf.distribute.
 
 
-def _without_replicas(scope: Any) -> Any:
-    def scope_of_one(strategy: Any) -> Any:
-        n_replicas, name = strategy.num_replicas_in_sync, type(strategy).__name__
-        if n_replicas > 1 or "ParameterServer" in name:
-            raise ConfigError(
-                "tfscale.distribute divides each batch between ranks, and a strategy of "
-                f"tf.distribute must not divide it again. Received: the scope of a {name} with "
-                f"{n_replicas} replicas. Start one rank for each device, and show it that device "
-                "alone (CUDA_VISIBLE_DEVICES), or leave strategy.scope() out."
-            )
-        return contextlib.nullcontext(strategy)  # of one device, where a rank computes anyway
-
-    return scope_of_one
+def _without_replicas(scope: Any, strategy: Any) -> Any:
+    n_replicas, name = strategy.num_replicas_in_sync, type(strategy).__name__
+    if n_replicas > 1 or "ParameterServer" in name:
+        raise ConfigError(
+            "tfscale.distribute divides each batch between ranks, and a strategy of "
+            f"tf.distribute must not divide it again. Received: the scope of a {name} with "
+            f"{n_replicas} replicas. Start one rank for each device, and show it that device "
+            "alone (CUDA_VISIBLE_DEVICES), or leave strategy.scope() out."
+        )
+    return contextlib.nullcontext(strategy)  # of one device, where a rank computes anyway
 
 
-def _without_workers(init: Any) -> Any:
-    def init_of_one(strategy: Any, cluster_resolver: Any = None, *args: Any, **options: Any) -> Any:
-        resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        tasks = [task for job in resolver.cluster_spec().as_dict().values() for task in job]
-        if len(tasks) > 1:
-            raise ConfigError(
-                "tfscale.distribute lets its own ranks train together, and TensorFlow's workers "
-                f"would wait for each other. Received: {type(strategy).__name__} with a cluster "
-                f"of {len(tasks)} tasks. Unset TF_CONFIG, and name the hosts to `tfscale run -H`."
-            )
-        init(strategy, cluster_resolver, *args, **options)
-
-    return init_of_one
+def _without_workers(
+    init: Any, strategy: Any, cluster_resolver: Any = None, *args: Any, **options: Any
+) -> Any:
+    resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    tasks = [task for job in resolver.cluster_spec().as_dict().values() for task in job]
+    if len(tasks) > 1:
+        raise ConfigError(
+            "tfscale.distribute lets its own ranks train together, and TensorFlow's workers "
+            f"would wait for each other. Received: {type(strategy).__name__} with a cluster "
+            f"of {len(tasks)} tasks. Unset TF_CONFIG, and name the hosts to `tfscale run -H`."
+        )
+    init(strategy, cluster_resolver, *args, **options)
 
 
 # Data of the ranks.

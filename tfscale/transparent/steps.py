@@ -42,7 +42,7 @@ def patch(patches: Patches, batch_norm: str) -> None:
     patches.wrap_reduction(_reduced_over_ranks)
     patches.wrap_added_losses(_added_over_ranks)
     patches.wrap_losses(_of_whole_batch)
-    patches.wrap_means(_weighted_mean)
+    patches.wrap(keras.metrics.Mean, "update_state", _weighted_mean)
     patches.wrap(keras.Variable, "assign", _of_rows_that_count)
     patches.wrap(tf.GradientTape, "gradient", _of_sums_over_ranks)
     patches.wrap_draws(_drawn_for_all, _dropout_of_all, _categorical_of_all)
@@ -116,32 +116,30 @@ def _can_gather(output: Any) -> bool:
 # Losses and metrics.
 
 
-def _reduced_over_ranks(reduce: Any) -> Any:
-    def reduce_over_ranks(
-        values: Any,
-        sample_weight: Any = None,
-        mask: Any = None,
-        reduction: Any = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
-        loss = reduce(values, sample_weight, mask, reduction, dtype)
-        share = shares.current()
-        if share is None or reduction in (None, "none"):
-            return loss
-        share_of_sum = _share_of_sum(share, loss.dtype)
-        if reduction == "sum":
-            return loss * share_of_sum
-        is_weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
-        if mask is None and not is_weighted:
-            return loss
-        weights = weights_with_mask(sample_weight if is_weighted else None, mask, loss.dtype)
-        own = tf.stop_gradient(tf.reduce_sum(tf.cast(weights, loss.dtype)))
-        if share.may_be_empty:
-            own = tf.where(share.rows > 0, own, tf.zeros_like(own))
-        every = collectives.allreduce(own, op=Sum, name="divisor of loss")
-        return loss * tf.math.divide_no_nan(own, every) * share_of_sum
-
-    return reduce_over_ranks
+def _reduced_over_ranks(
+    reduce: Any,
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    loss = reduce(values, sample_weight, mask, reduction, dtype)
+    share = shares.current()
+    if share is None or reduction in (None, "none"):
+        return loss
+    share_of_sum = _share_of_sum(share, loss.dtype)
+    if reduction == "sum":
+        return loss * share_of_sum
+    is_weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
+    if mask is None and not is_weighted:
+        return loss
+    weights = weights_with_mask(sample_weight if is_weighted else None, mask, loss.dtype)
+    divisor = tf.stop_gradient(tf.reduce_sum(tf.cast(weights, loss.dtype)))
+    if share.may_be_empty:
+        divisor = tf.where(share.rows > 0, divisor, tf.zeros_like(divisor))
+    whole_divisor = collectives.allreduce(divisor, op=Sum, name="divisor of loss")
+    return loss * tf.math.divide_no_nan(divisor, whole_divisor) * share_of_sum
 
 
 def _share_of_sum(share: Share, dtype: Any) -> tf.Tensor:
@@ -153,42 +151,35 @@ def _share_of_sum(share: Share, dtype: Any) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.cast(share.total, dtype), tf.cast(share.rows, dtype))
 
 
-def _added_over_ranks(add_up: Any) -> Any:
+def _added_over_ranks(add_up: Any, model: Any, loss: Any) -> Any:
     """Make the sum of a value for each row, as given to `add_loss`, that over all rows."""
-
-    def add_up_over_ranks(self: Any, loss: Any) -> Any:
-        share = shares.current()
-        total = add_up(self, loss)
-        if share is None or not _has_row_values(loss, share):
-            return total
-        return total * _share_of_sum(share, total.dtype)
-
-    return add_up_over_ranks
+    share = shares.current()
+    total = add_up(model, loss)
+    if share is None or not _has_row_values(loss, share):
+        return total
+    return total * _share_of_sum(share, total.dtype)
 
 
-def _of_whole_batch(call: Any) -> Any:
+def _of_whole_batch(call: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
     """Give losses that divide sums over a batch the rows of all ranks."""
-
-    def call_on_whole_batch(self: Any, y_true: Any, y_pred: Any) -> Any:
-        share = shares.current()
-        if share is not None and self.fn is keras.losses.circle:
-            raise ConfigError(
-                "tfscale.distribute computes losses from each rank's rows. Received: Circle, "
-                "which compares all samples of a batch. Train without tfscale.distribute, and "
-                "gather the rows by tfscale.allgather: see docs/distribute.md."
-            )
-        if share is None or not sums_over_batch(self):
-            return call(self, y_true, y_pred)
-        # The gather adds up the ranks' gradients of rows, and the optimizer averages them with the
-        # weights of the ranks that hold the rows; those of the ranks that add them count here.
-        weight = share.weight(y_pred.dtype)
-        own = _with_gradient(y_pred, lambda gradient: tf.math.divide_no_nan(gradient, weight))
-        own, own_targets = share.counted(own), share.counted(y_true)
-        every = collectives.allgather(own, gradient="adjoint", name="predictions of loss")
-        targets = collectives.allgather(own_targets, gradient="adjoint", name="targets of loss")
-        return _with_gradient(call(self, targets, every), lambda gradient: gradient * weight)
-
-    return call_on_whole_batch
+    share = shares.current()
+    if share is not None and loss.fn is keras.losses.circle:
+        raise ConfigError(
+            "tfscale.distribute computes losses from each rank's rows. Received: Circle, "
+            "which compares all samples of a batch. Train without tfscale.distribute, and "
+            "gather the rows by tfscale.allgather: see docs/distribute.md."
+        )
+    if share is None or not sums_over_batch(loss):
+        return call(loss, y_true, y_pred)
+    # The gather adds up the ranks' gradients of rows, and the optimizer averages them with the
+    # weights of the ranks that hold the rows; those of the ranks that add them count here.
+    weight = share.weight(y_pred.dtype)
+    y_pred = _with_gradient(y_pred, lambda gradient: tf.math.divide_no_nan(gradient, weight))
+    predictions, targets = (
+        collectives.allgather(share.counted(rows), gradient="adjoint", name=f"{name} of loss")
+        for rows, name in ((y_pred, "predictions"), (y_true, "targets"))
+    )
+    return _with_gradient(call(loss, targets, predictions), lambda gradient: gradient * weight)
 
 
 def _with_gradient(values: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
@@ -196,78 +187,66 @@ def _with_gradient(values: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) 
     return tf.custom_gradient(lambda same: (tf.identity(same), change))(values)
 
 
-def _weighted_mean(update_state: Any) -> Any:
-    def update(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        share = shares.current()
-        is_scalar = len(getattr(values, "shape", ())) == 0 and not isinstance(values, list | tuple)
-        if share is not None and not share.is_even and is_scalar and sample_weight is None:
-            sample_weight = share.weight(self.dtype)
-        with updating(self):  # the metrics that losses keep are not watched otherwise
-            return update_state(self, values, sample_weight)
-
-    return update
+def _weighted_mean(update_state: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    share = shares.current()
+    is_scalar = len(getattr(values, "shape", ())) == 0 and not isinstance(values, list | tuple)
+    if share is not None and not share.is_even and is_scalar and sample_weight is None:
+        sample_weight = share.weight(metric.dtype)
+    with updating(metric):  # the metrics that losses keep are not watched otherwise
+        return update_state(metric, values, sample_weight)
 
 
-def _of_rows_that_count(assign: Any) -> Any:
+def _of_rows_that_count(assign: Any, variable: Any, value: Any) -> Any:
     """Leave the variables of metrics as they are on a rank without rows."""
-
-    def assign_where_rows(variable: Any, value: Any) -> Any:
-        share = shares.current()
-        if share is None or not share.may_be_empty or not is_updating():
-            return assign(variable, value)
-        value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
-        if tuple(value.shape) != tuple(variable.shape):
-            return assign(variable, value)  # Keras's error
-        before = tf.convert_to_tensor(variable.value)
-        return assign(variable, tf.where(share.rows > 0, value, before))
-
-    return assign_where_rows
+    share = shares.current()
+    if share is None or not share.may_be_empty or not is_updating():
+        return assign(variable, value)
+    value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
+    if tuple(value.shape) != tuple(variable.shape):
+        return assign(variable, value)  # Keras's error
+    before = tf.convert_to_tensor(variable.value)
+    return assign(variable, tf.where(share.rows > 0, value, before))
 
 
 # Gradients.
 
 
-def _of_sums_over_ranks(gradient: Any) -> Any:
+def _of_sums_over_ranks(
+    gradient: Any,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+) -> Any:
     """Make the gradient of one value for each row that of the sum over all rows.
 
     TensorFlow adds up the elements of a target. Gradients for variables meet the optimizer, which
     averages them over ranks; those for tensors, as in a gradient penalty, stay with their rows.
     """
-
-    def gradient_of_sums(
-        tape: Any,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-    ) -> Any:
-        share = shares.current()
-        targets, flat = tf.nest.flatten(target), tf.nest.flatten(sources)
-        is_variable = [hasattr(source, "handle") for source in flat]
-        are_rows = [share is not None and _has_row_values(item, share) for item in targets]
-        if share is None or not any(are_rows) or not any(is_variable):
-            return gradient(tape, target, sources, output_gradients, unconnected_gradients)
-        given = [None] * len(targets)
-        if output_gradients is not None:
-            given = tf.nest.flatten(output_gradients)
-        weighted = []
-        for item, is_rows, output in zip(targets, are_rows, given, strict=True):
-            output = tf.ones_like(item) if output is None else tf.convert_to_tensor(output)
-            weighted.append(output * _share_of_sum(share, item.dtype) if is_rows else output)
-        weighted = tf.nest.pack_sequence_as(target, weighted)
-        found = gradient(tape, target, sources, weighted, unconnected_gradients)
-        if all(is_variable):
-            return found
-        flat_found = []
-        for source, of_source, is_own in zip(
-            flat, tf.nest.flatten(found), is_variable, strict=True
-        ):
-            if of_source is not None and not is_own:
-                of_source = tf.math.divide_no_nan(of_source, _share_of_sum(share, source.dtype))
-            flat_found.append(of_source)
-        return tf.nest.pack_sequence_as(sources, flat_found)
-
-    return gradient_of_sums
+    share = shares.current()
+    targets, flat = tf.nest.flatten(target), tf.nest.flatten(sources)
+    is_variable = [hasattr(source, "handle") for source in flat]
+    are_rows = [share is not None and _has_row_values(item, share) for item in targets]
+    if share is None or not any(are_rows) or not any(is_variable):
+        return gradient(tape, target, sources, output_gradients, unconnected_gradients)
+    outputs = [None] * len(targets)
+    if output_gradients is not None:
+        outputs = tf.nest.flatten(output_gradients)
+    weighted = []
+    for item, is_rows, output in zip(targets, are_rows, outputs, strict=True):
+        output = tf.ones_like(item) if output is None else tf.convert_to_tensor(output)
+        weighted.append(output * _share_of_sum(share, item.dtype) if is_rows else output)
+    weighted = tf.nest.pack_sequence_as(target, weighted)
+    found = gradient(tape, target, sources, weighted, unconnected_gradients)
+    if all(is_variable):
+        return found
+    flat_found = []
+    for source, of_source, is_own in zip(flat, tf.nest.flatten(found), is_variable, strict=True):
+        if of_source is not None and not is_own:
+            of_source = tf.math.divide_no_nan(of_source, _share_of_sum(share, source.dtype))
+        flat_found.append(of_source)
+    return tf.nest.pack_sequence_as(sources, flat_found)
 
 
 def _has_row_values(values: Any, share: Share) -> bool:
@@ -285,74 +264,58 @@ def _has_row_values(values: Any, share: Share) -> bool:
     return is_multiple and not joins_scalars(values)
 
 
-def _moments_of_all(moments: Any) -> Any:
-    def moments_of_all(self: Any, inputs: Any, mask: Any) -> Any:
-        share, local = shares.current(), moments(self, inputs, mask)
-        if share is None:
-            return local
-        weight = None if share.is_even else share.weight(tf.float64)
-        return global_moments(self, inputs, mask, local, global_process_set, weight)
-
-    return moments_of_all
+def _moments_of_all(moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+    share, local = shares.current(), moments(layer, inputs, mask)
+    if share is None:
+        return local
+    weight = None if share.is_even else share.weight(tf.float64)
+    return global_moments(layer, inputs, mask, local, global_process_set, weight)
 
 
 # Random numbers. Each draw is that of the whole batch, of which a rank takes its rows: a layer's
 # dropout is that of one process. Draws without rows, such as those for weights, are equal anyway.
 
 
-def _drawn_for_all(draw: Any) -> Any:
-    def draw_for_all(shape: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = _rows_of_draw(shape, shape)
-        if rows is None:
-            return draw(shape, *args, **kwargs)
-        return tf.gather(draw(rows.whole, *args, **kwargs), rows.indices)
-
-    return draw_for_all
+def _drawn_for_all(draw: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    rows = _rows_of_draw(shape, shape)
+    if rows is None:
+        return draw(shape, *args, **kwargs)
+    return tf.gather(draw(rows.whole, *args, **kwargs), rows.indices)
 
 
-def _dropout_of_all(dropout: Any) -> Any:
-    def dropout_of_all(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
-        share = shares.current()
-        # The same for all samples, unless this rank has one sample.
-        is_common = noise_shape is not None and tf.get_static_value(noise_shape[0]) == 1
-        is_single = share is not None and isinstance(share.computed, int) and share.computed == 1
-        is_common = is_common and not is_single
-        rows = None if is_common else _rows_of_draw(inputs.shape, inputs)
-        if rows is None:
-            return dropout(inputs, rate, noise_shape, seed)
-        of_whole = None if noise_shape is None else (None, *noise_shape[1:])
-        # As in the whole batch, whose values the dropout multiplies by 0 or 1 / (1 - rate).
-        kept = tf.gather(
-            dropout(tf.ones(rows.whole, inputs.dtype), rate, of_whole, seed), rows.indices
-        )
-        return tf.where(kept > 0, inputs * kept, tf.zeros_like(inputs))
-
-    return dropout_of_all
+def _dropout_of_all(
+    dropout: Any, inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None
+) -> Any:
+    share = shares.current()
+    # The same for all samples, unless this rank has one sample.
+    is_common = noise_shape is not None and tf.get_static_value(noise_shape[0]) == 1
+    is_single = share is not None and isinstance(share.computed, int) and share.computed == 1
+    is_common = is_common and not is_single
+    rows = None if is_common else _rows_of_draw(inputs.shape, inputs)
+    if rows is None:
+        return dropout(inputs, rate, noise_shape, seed)
+    of_whole = None if noise_shape is None else (None, *noise_shape[1:])
+    # As in the whole batch, whose values the dropout multiplies by 0 or 1 / (1 - rate).
+    kept = tf.gather(dropout(tf.ones(rows.whole, inputs.dtype), rate, of_whole, seed), rows.indices)
+    return tf.where(kept > 0, inputs * kept, tf.zeros_like(inputs))
 
 
-def _categorical_of_all(categorical: Any) -> Any:
-    def categorical_of_all(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = _rows_of_draw(logits.shape, logits)
-        if rows is None:
-            return categorical(logits, *args, **kwargs)
-        # Row i of the draw depends on row i only.
-        whole = tf.scatter_nd(rows.indices[:, tf.newaxis], logits, rows.whole)
-        return tf.gather(categorical(whole, *args, **kwargs), rows.indices)
-
-    return categorical_of_all
+def _categorical_of_all(categorical: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    rows = _rows_of_draw(logits.shape, logits)
+    if rows is None:
+        return categorical(logits, *args, **kwargs)
+    # Row i of the draw depends on row i only.
+    whole = tf.scatter_nd(rows.indices[:, tf.newaxis], logits, rows.whole)
+    return tf.gather(categorical(whole, *args, **kwargs), rows.indices)
 
 
-def _shape_with_layout(shape: Any) -> Any:
+def _shape_with_layout(shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Let shapes be known as those of their tensors: static ones are constants of the graph."""
-
-    def shape_with_layout(*args: Any, **kwargs: Any) -> Any:
-        result = shape(*args, **kwargs)
-        tensor = args[0] if args else kwargs.get("input")
-        if shares.current() is not None and isinstance(tensor, tf.Tensor):
-            note_shape(result, tensor)
-        return result
-
-    return shape_with_layout
+    result = shape(*args, **kwargs)
+    tensor = args[0] if args else kwargs.get("input")
+    if shares.current() is not None and isinstance(tensor, tf.Tensor):
+        note_shape(result, tensor)
+    return result
 
 
 @dataclass(frozen=True)

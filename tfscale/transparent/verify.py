@@ -16,6 +16,7 @@ errors. What the exchange loses by design, as 8 bits do, is therefore not compar
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import random
@@ -33,7 +34,7 @@ from tfscale.callbacks.epoch_measures import MemoryGuard
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.checkpoints.variables import distinct
 from tfscale.comm import collectives, objects, runtime
-from tfscale.config import ConfigError, require
+from tfscale.config import ConfigError, is_count, require
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.dense import own_calls
 from tfscale.fit.metric_updates import flat_items, metrics_of
@@ -68,14 +69,8 @@ _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "flo
 
 def require_verify(verify: Any) -> None:
     """Raise a ConfigError unless `verify` is "off", "first" or a number of steps."""
-    is_count = isinstance(verify, int) and not isinstance(verify, bool) and verify > 0
-    require(
-        is_count or verify in ("off", "first"),
-        "verify",
-        "'off', 'first' or a number of steps above 0",
-        verify,
-        "",
-    )
+    is_known = verify in ("off", "first") or is_count(verify)
+    require(is_known, "verify", "'off', 'first' or a number of steps above 0", verify)
 
 
 class Verifier:
@@ -100,66 +95,50 @@ class Verifier:
         if not self._is_on:
             return
         patches.wrap_model(
-            make_train_function=self._checking("train"),
-            make_test_function=self._checking("test"),
-            make_predict_function=self._checking("predict"),
+            make_train_function=functools.partial(self._make_checked, "train"),
+            make_test_function=functools.partial(self._make_checked, "test"),
+            make_predict_function=functools.partial(self._make_checked, "predict"),
         )
-        patches.wrap(DistributedOptimizer, "apply", self.recording)
+        patches.wrap(DistributedOptimizer, "apply", self.apply_or_record)
         # Sums of scaled 16-bit gradients overflow, more or less early in batches of other sizes.
         patches.wrap(keras.optimizers.LossScaleOptimizer, "scale_loss", self._unscaled)
-        patches.wrap_stateful_draws(self._repeating)
+        patches.wrap_stateful_draws(self._draw_or_repeat)
 
-    def recording(self, apply: Any) -> Any:
-        """Wrap the `apply` of optimizers: while a step is tried, record its gradients instead."""
+    def apply_or_record(
+        self, apply: Any, optimizer: Any, grads: Any, trainable_variables: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call the `apply` of an optimizer; while a step is tried, record its gradients instead."""
+        if self._trial is None:
+            return apply(optimizer, grads, trainable_variables, **kwargs)
+        variables = trainable_variables
+        if variables is None:
+            is_wrapped = type(optimizer) is DistributedOptimizer
+            variables = optimizer.bound.variables if is_wrapped else trained_by(optimizer)
+        self._trial.record(optimizer, list(grads), list(variables))
+        return iterations_of(optimizer)
 
-        def apply_or_record(
-            optimizer: Any, grads: Any, trainable_variables: Any = None, **kwargs: Any
-        ) -> Any:
-            if self._trial is None:
-                return apply(optimizer, grads, trainable_variables, **kwargs)
-            variables = trainable_variables
-            if variables is None:
-                is_wrapped = type(optimizer) is DistributedOptimizer
-                variables = optimizer.bound.variables if is_wrapped else trained_by(optimizer)
-            self._trial.record(optimizer, list(grads), list(variables))
-            return iterations_of(optimizer)
+    def _unscaled(self, scale_loss: Any, optimizer: Any, loss: Any) -> Any:
+        return scale_loss(optimizer, loss) if self._trial is None else loss
 
-        return apply_or_record
-
-    def _unscaled(self, scale_loss: Any) -> Any:
-        def scale_or_not(optimizer: Any, loss: Any) -> Any:
-            return scale_loss(optimizer, loss) if self._trial is None else loss
-
-        return scale_or_not
-
-    def _repeating(self, draw: Any, stateless: Any) -> Any:
+    def _draw_or_repeat(self, stateless: Any, draw: Any, *args: Any, **kwargs: Any) -> Any:
         """Let draws of both ways to compute a step give the same numbers, and move no state."""
+        if self._trial is None:
+            return draw(*args, **kwargs)
+        kwargs.pop("name", None)
+        seeds = kwargs.pop("seed", 0), kwargs.pop("seed2", 0)
+        return stateless(*args, seed=seeds, **kwargs)
 
-        def draw_or_repeat(
-            *args: Any, seed: int = 0, seed2: int = 0, name: str | None = None, **kwargs: Any
-        ) -> Any:
-            if self._trial is None:
-                return draw(*args, seed=seed, seed2=seed2, name=name, **kwargs)
-            return stateless(*args, seed=(seed, seed2), **kwargs)
-
-        return draw_or_repeat
-
-    def _checking(self, kind: StepKind) -> Callable[[Any], Any]:
+    def _make_checked(
+        self, kind: StepKind, make: Any, model: keras.Model, force: bool = False
+    ) -> Any:
         name = f"{kind}_function"
-
-        def wrap(make: Any) -> Any:
-            def make_function(model: keras.Model, force: bool = False) -> Any:
-                before = getattr(model, name)
-                make(model, force=force)
-                function = getattr(model, name)
-                if function is not before:
-                    function = _CheckedFunction(self, model, kind, function)
-                    replace_function(model, name, function)
-                return function
-
-            return make_function
-
-        return wrap
+        before = getattr(model, name)
+        make(model, force=force)
+        function = getattr(model, name)
+        if function is not before:
+            function = _CheckedFunction(self, model, kind, function)
+            replace_function(model, name, function)
+        return function
 
     def is_due(self, n_calls: int) -> bool:
         """Return whether to verify the call of a function after `n_calls` calls."""
@@ -197,7 +176,7 @@ class Verifier:
         total = int(share.total)
         rows, part = total, batch
         while rows:
-            verdict = self._compare(model, kind, plain, spec, shared, part, rows)
+            verdict = self._compare(shared, plain, spec, part, rows)
             # Python's is kept after building: Keras draws the seeds of layers from it. The step
             # itself draws from NumPy's in as many traces as without this one.
             shared.seeds.restore(numpy=seeds)
@@ -225,17 +204,9 @@ class Verifier:
         finally:
             self._trial = None
 
-    def _compare(
-        self,
-        model: keras.Model,
-        kind: StepKind,
-        plain: Any,
-        spec: Any,
-        shared: _Trial,
-        batch: Any,
-        rows: int,
-    ) -> _Verdict:
+    def _compare(self, shared: _Trial, plain: Any, spec: Any, batch: Any, rows: int) -> _Verdict:
         """Compute both ways on a batch; return rank 0's verdict. Collective."""
+        model, kind = shared.model, shared.kind
         guard = MemoryGuard()
         guard.begin_epoch()
         combined = shared.run(batch)
@@ -254,11 +225,10 @@ class Verifier:
             else:
                 try:
                     alone = _Trial(self, model, kind, plain, spec, is_shared=False)
-                    if alone.reason:
-                        verdict = _Verdict(rows, alone.reason)
-                    else:
-                        found = find_differences(alone.run(batch), combined, _precision(model))
-                        verdict = _Verdict(rows, differences=found)
+                    verdict = _Verdict(rows, alone.reason)
+                    if not alone.reason:
+                        differ = find_differences(alone.run(batch), combined, _precision(model))
+                        verdict = _Verdict(rows, differences=differ)
                 except tf.errors.ResourceExhaustedError:
                     fitting = rows // 2 if rows // 2 >= runtime.size() else 0
                     logger.warning(_PART, _METHODS[kind], fitting, rows)
@@ -398,6 +368,7 @@ class _Trial:
 
     Attributes:
         model: The model.
+        kind: The step.
         reason: Why it must not run; empty if it may.
         seeds: The states of Python's random numbers when it was traced.
     """
@@ -411,8 +382,8 @@ class _Trial:
         spec: Any,
         is_shared: bool,
     ) -> None:
-        self.model, self.reason = model, ""
-        self._verifier, self._kind, self._is_shared = verifier, kind, is_shared
+        self.model, self.kind, self.reason = model, kind, ""
+        self._verifier, self._is_shared = verifier, is_shared
         # What optimizers are given while the step is traced: variable and gradient.
         self._recorded: list[tuple[Any, tf.Tensor]] = []
 
@@ -462,7 +433,7 @@ class _Trial:
         drain(model.variables)
         handles = self._changeable()
         before = [tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in handles]
-        if self._kind != "predict":
+        if self.kind != "predict":
             model.reset_metrics()
         try:
             results, gradients = self._function(batch)
@@ -481,12 +452,12 @@ class _Trial:
         return list({id(handle): (handle, dtype) for handle, dtype in handles}.values())
 
     def _results(self, results: Any) -> list[Value]:
-        if self._kind == "predict":
+        if self.kind == "predict":
             outputs = map(np.asarray, map(_rows_of, keras.tree.flatten(results)))
             return [Value("output", str(i), array, array) for i, array in enumerate(outputs)]
         logs = dict(flat_items(results)) if isinstance(results, dict) else {}
         if self._is_shared:
-            step = f"{self._kind}_step"
+            step = f"{self.kind}_step"
             logs = metrics_of_all_ranks(self.model, logs, step, is_direct=True)
         arrays = {key: np.asarray(value) for key, value in logs.items() if _is_number(value)}
         return [Value("loss or metric", key, array, array) for key, array in arrays.items()]
