@@ -33,10 +33,13 @@ from tfscale.native.compiler import (
     BuildError,
     Toolchain,
     build,
+    ceiling,
     find_toolchain,
     identity,
+    is_untested,
     read_stamp,
     require_tensorflow,
+    tested,
 )
 from tfscale.native.cores import count_cores
 
@@ -81,8 +84,9 @@ def _fits(stamp: Mapping[str, str], wanted: Mapping[str, str], kind: str) -> boo
     """Compare a build record with `identity` of an unknown compiler and MPI."""
     if not _is_of(kind, stamp.get("mpi", "")):
         return False
-    names = ("sources", "tensorflow")  # of libraries older than the first there is no record
-    if any(stamp.get(name, wanted[name]) != wanted[name] for name in names):
+    if stamp.get("tensorflow") != wanted["tensorflow"]:  # its C++ interface differs by version
+        return False
+    if stamp.get("sources", wanted["sources"]) != wanted["sources"]:  # old records have none
         return False
     # Of the C library any later version will do; a library that does not load is compiled again.
     machine = stamp.get("machine", wanted["machine"])
@@ -110,7 +114,16 @@ def key_of(stamp: Mapping[str, str]) -> str:
 
 
 def _find_toolchain(kind: str) -> Toolchain:
-    toolchain = find_toolchain()
+    try:
+        toolchain = find_toolchain()
+    except BuildError as error:
+        version = require_tensorflow()
+        if not is_untested("tensorflow", version):
+            raise
+        raise BuildError(
+            f"{error} Or use a TensorFlow that was tested, {tested('tensorflow')} instead of "
+            f"{version}: pip install 'tensorflow{ceiling('tensorflow')}'."
+        ) from error
     if not _is_of(kind, toolchain.mpi):
         raise BuildError(
             "The library must be compiled with the MPI that starts the ranks. Received: a launcher "
