@@ -9,7 +9,6 @@ import tfscale
 from tests.helpers.launching import launch_script
 from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale import Average, Compression, Max, Min, Product, Sum
-from tfscale.comm import runtime, software
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.testing import inspect
 
@@ -158,30 +157,29 @@ def test_nothing_works_before_init():
             call()
 
 
-@pytest.mark.parametrize(("rank", "n_told"), [(0, 1), (1, 0)])
-def test_versions_that_were_not_tested_are_named_once_on_rank_0(monkeypatch, caplog, rank, n_told):
-    software.warn_of_untested.cache_clear()
-    monkeypatch.setattr(keras, "__version__", "3.16.0")
-    monkeypatch.setattr(runtime, "rank", lambda: rank)
+@pytest.mark.parametrize(
+    ("rank", "versions", "n_told"),
+    [
+        (0, ("2.22.0-rc0", "3.15.1"), 1),
+        (0, ("2.21.0", "3.16.0"), 1),
+        (1, ("2.23.0", "3.17.0"), 0),
+        (0, ("2.18.1", "3.10.0"), 0),
+    ],
+)
+def test_untested_versions_are_named_once_on_rank_0(monkeypatch, caplog, rank, versions, n_told):
+    for package, version in zip((tf, keras), versions, strict=True):
+        monkeypatch.setattr(package, "__version__", version)
+    monkeypatch.setattr("tfscale.comm.runtime.rank", lambda: rank)
     for _ in range(2):
         tfscale.shutdown()
         tfscale.init()
-    told = [r.getMessage() for r in caplog.records if "was tested with" in r.getMessage()]
-    assert len(told) == n_told
-    for text in (
-        f"TensorFlow {tf.__version__} and Keras 3.16.0.",
-        "'tensorflow<2.22' 'keras<3.16'",
-    ):
-        assert all(text in each for each in told)
-
-
-def test_tested_versions_are_not_named(caplog):
-    software.warn_of_untested.cache_clear()
-    for versions in (("2.18.0", "3.10.0"), ("2.21.1", "3.15.9")):
-        software.warn_of_untested(*versions)
-    assert not caplog.records
-    software.warn_of_untested("2.22.0-rc0", "3.15.9")
-    assert "2.18 to 2.21 and Keras 3.10 to 3.15. Received: TensorFlow 2.22.0-rc0" in caplog.text
+    told = [text for text in caplog.messages if "was tested with" in text]
+    expected = (
+        "tfscale was tested with TensorFlow 2.18 to 2.21 and Keras 3.10 to 3.15. Received: "
+        f"TensorFlow {versions[0]} and Keras {versions[1]}. If something fails: pip install "
+        "'tensorflow<2.22' 'keras<3.16'."
+    )
+    assert told == [expected] * n_told
 
 
 def test_init_of_one_process():

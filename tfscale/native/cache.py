@@ -113,6 +113,14 @@ def key_of(stamp: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _older_instead(tensorflow: str) -> str:
+    """Return the remedy where a TensorFlow is so new that no library comes with the package."""
+    return (
+        f"Or use a TensorFlow that was tested, {tested('tensorflow')} instead of {tensorflow}: "
+        f"pip install 'tensorflow{ceiling('tensorflow')}'."
+    )
+
+
 def _find_toolchain(kind: str) -> Toolchain:
     try:
         toolchain = find_toolchain()
@@ -120,10 +128,7 @@ def _find_toolchain(kind: str) -> Toolchain:
         version = require_tensorflow()
         if not is_untested("tensorflow", version):
             raise
-        raise BuildError(
-            f"{error} Or use a TensorFlow that was tested, {tested('tensorflow')} instead of "
-            f"{version}: pip install 'tensorflow{ceiling('tensorflow')}'."
-        ) from error
+        raise BuildError(f"{error} {_older_instead(version)}") from error
     if not _is_of(kind, toolchain.mpi):
         raise BuildError(
             "The library must be compiled with the MPI that starts the ranks. Received: a launcher "
