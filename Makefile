@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-EXTRAS ?= mpich,recipes,test,dev
+EXTRAS ?= mpich,recipes
+# Of [dependency-groups] in pyproject.toml, which pip reads from version 25.1 on.
+GROUP_NAMES ?= test dev
 NP ?= 2
 RECIPE ?= edsr
 DATA ?= $(if $(filter edsr,$(RECIPE)),phantom,fashion_mnist)
@@ -27,7 +29,8 @@ venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing TensorFlow, MPI and tools into $(VENV)"
-	@$(PIP) install -e '.[$(EXTRAS)]'
+	@$(PIP) install 'pip>=25.1'
+	@$(PIP) install -e '.[$(EXTRAS)]' $(addprefix --group ,$(GROUP_NAMES))
 	@touch $@
 
 build: venv
@@ -180,7 +183,7 @@ docs: $(VENV)/.docs
 	@$(BIN)/mkdocs build --strict
 
 $(VENV)/.docs: $(VENV)/.installed
-	@$(PIP) install -e '.[docs]'
+	@$(PIP) install --group docs
 	@touch $@
 
 clean:

@@ -153,7 +153,7 @@ def parse_exchange(text: str) -> Any:
     A name is that of a class of tfscale in small letters; options are its arguments.
     """
     name, _, options = text.partition(":")
-    strategies = {n.lower(): n for n in tfscale.__all__ if n[0].isupper()}
+    strategies = {n.lower(): n for n in dir(tfscale) if n[0].isupper()}
     strategy: Any = getattr(tfscale, strategies.get(name.lower(), ""), None)
     if not hasattr(strategy, "plan"):
         sys.exit(f"--exchange must name a strategy of docs/exchanges.md. Received: {text}.")

@@ -7,7 +7,6 @@ Examples:
     >>> round(float(optimizer.learning_rate), 3)
     0.01
 """
-# ruff: noqa: F401 (all names are exported)
 
 from tfscale import callbacks
 from tfscale.callbacks.synchronize import broadcast_global_variables
@@ -46,12 +45,41 @@ from tfscale.trace.timeline import start_timeline, stop_timeline
 
 elastic = lookup("elastic")
 
-__all__ = [  # noqa: PLE0604
-    *("init", "shutdown", "is_initialized", "start_timeline", "stop_timeline", "elastic"),
-    *("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"),
-    *("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
-    *("allgather", "allreduce", "broadcast", "reducescatter", "broadcast_global_variables"),
-    *("Average", "Sum", "Compression", "DistributedOptimizer", "PartialDistributedOptimizer"),
-    *("mpi_built", "mpi_enabled", "mpi_threads_supported", "gloo_built", "gloo_enabled"),
-    *("cuda_built", "nccl_built", "rocm_built", "callbacks", "load_model"),
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "elastic",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
 ]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfscale import config
@@ -18,7 +19,7 @@ from tfscale.comm.backends.base import Backend, SingleBackend
 from tfscale.comm.backends.engine import EngineBackend, load
 from tfscale.comm.backends.horovod import HorovodBackend, is_installed, load_horovod
 from tfscale.comm.process import Launch, deadline_of_start, discover, end_job_on_error
-from tfscale.comm.software import versions
+from tfscale.comm.software import versions, warn_of_untested
 from tfscale.comm.warnings import watch_first_fit
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.native import mpi_files
@@ -86,6 +87,8 @@ def init(
     is_alone = chosen == "single" and launch is not None and launch.size > 1
     process.write_state(process.ALONE if is_alone else process.JOINED)
     atexit.register(_leave_at_exit)
+    if runtime.rank() == 0:
+        warn_of_untested(tf.__version__, keras.__version__)
     if settings.timeline and not runtime.is_single():
         timeline.start_automatic(settings.timeline)
     for process_set in added or ():

@@ -110,7 +110,8 @@ def exchange_of(name: str, machine: str) -> Any:
     if kind == "local":
         within = tfscale.Sharded(_BUCKET_MB) if variant else tfscale.Allreduce(_BUCKET_MB)
         return tfscale.LocalSGD(groups=2, interval=5, within=within)
-    return tfscale.Sharded(_BUCKET_MB, dense="auto" if kind == "sharded" else kind)
+    dense: Any = "auto" if kind == "sharded" else kind
+    return tfscale.Sharded(_BUCKET_MB, dense=dense)
 
 
 def vgg() -> Any:

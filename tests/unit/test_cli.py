@@ -277,6 +277,24 @@ def test_doctor_without_mpi_or_library(monkeypatch, capsys):
     assert doctor.check_threads({"TF_NUM_INTEROP_THREADS": "1"}).status == "warning"
 
 
+@pytest.mark.parametrize(
+    ("package", "version", "status", "detail", "remedy"),
+    [
+        ("tensorflow", None, "missing", "not installed", "'tensorflow>=2.18,<2.22'"),
+        ("tensorflow", "2.17.1", "missing", "not 2.18 to 2.21", "'tensorflow>=2.18,<2.22'"),
+        ("tensorflow", "2.18.0", "ok", "2.18.0", ""),
+        ("tensorflow", "2.22.0rc0", "warning", "newer than", "'tensorflow<2.22'"),
+        ("keras", "3.9.2", "missing", "not 3.10 to 3.15", "'keras>=3.10,<3.16'"),
+        ("keras", "3.15.1", "ok", "3.15.1", ""),
+        ("keras", "3.16.0.dev20261101", "warning", "newer than", "'keras<3.16'"),
+    ],
+)
+def test_doctor_compares_versions_with_the_tested_ones(package, version, status, detail, remedy):
+    check = doctor.check_version(package, version)
+    assert check.status == status and detail in check.detail
+    assert remedy in check.remedy and bool(remedy) == bool(check.remedy)
+
+
 @pytest.mark.timeout(240)
 def test_doctor_of_a_healthy_machine(capsys):
     assert cli.main(["doctor", "--json"]) == 0

@@ -1,5 +1,6 @@
 """Collectives in one process: inputs come back, with the same types, scaling and errors."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -154,6 +155,31 @@ def test_nothing_works_before_init():
     for call in (tfscale.rank, tfscale.size, tfscale.local_rank, tfscale.cross_size, reduce):
         with pytest.raises(ExchangeError, match=r"Call tfscale.init\(\)"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("rank", "versions", "n_told"),
+    [
+        (0, ("2.22.0-rc0", "3.15.1"), 1),
+        (0, ("2.21.0", "3.16.0"), 1),
+        (1, ("2.23.0", "3.17.0"), 0),
+        (0, ("2.18.1", "3.10.0"), 0),
+    ],
+)
+def test_untested_versions_are_named_once_on_rank_0(monkeypatch, caplog, rank, versions, n_told):
+    for package, version in zip((tf, keras), versions, strict=True):
+        monkeypatch.setattr(package, "__version__", version)
+    monkeypatch.setattr("tfscale.comm.runtime.rank", lambda: rank)
+    for _ in range(2):
+        tfscale.shutdown()
+        tfscale.init()
+    told = [text for text in caplog.messages if "was tested with" in text]
+    expected = (
+        "tfscale was tested with TensorFlow 2.18 to 2.21 and Keras 3.10 to 3.15. Received: "
+        f"TensorFlow {versions[0]} and Keras {versions[1]}. If something fails: pip install "
+        "'tensorflow<2.22' 'keras<3.16'."
+    )
+    assert told == [expected] * n_told
 
 
 def test_init_of_one_process():

@@ -54,6 +54,7 @@ def put(folder, **stamp):
     (folder / native.LIBRARY_NAME).write_bytes(b"library")
     digest = native.sha256(b"library")
     stamp = {"tensorflow": VERSION, "mpi": "MPICH 5.0.2", "sha256": digest, **stamp}
+    stamp = {name: value for name, value in stamp.items() if value is not None}
     (folder / native.STAMP_NAME).write_text(json.dumps(stamp))
     return folder / native.LIBRARY_NAME
 
@@ -109,6 +110,7 @@ def test_the_key_names_everything_that_a_library_depends_on():
         ({"mpi": "Open MPI 5.0.6"}, ("openmpi",), ("mpich",)),
         ({"mpi": "Open MPI v4.1.4, package: Debian"}, ("openmpi",), ("mpich",)),
         ({"tensorflow": "2.17.1"}, (), ("",)),
+        ({"tensorflow": None}, (), ("",)),
         ({"sources": "of another version"}, (), ("",)),
         ({"machine": "another, glibc 2.36"}, (), ("",)),
     ],
@@ -144,6 +146,26 @@ def test_a_host_without_compiler_uses_what_another_one_compiled(places, compiled
     assert library.prepare_library("mpich") == path
     with pytest.raises(native.BuildError, match="no mpicxx"):
         library.prepare_library("openmpi")
+
+
+@pytest.mark.parametrize("found", ["2.19.0", "2.22.0"])
+def test_a_tensorflow_without_library_and_compiler(places, monkeypatch, found):
+    """Libraries of other versions are never loaded, from the package or the cache."""
+    monkeypatch.setattr(native, "present_tensorflow", lambda: found)
+    monkeypatch.setattr(native, "find_tool", lambda name: None)
+    for number, version in enumerate(("2.20.0", VERSION, "2.22.1", "2.23.0", None)):
+        put(places[0] / f"tensorflow-{number}", tensorflow=version)
+        stamp = {**native.identity(""), "tensorflow": version, "mpicxx": "", "compiler": ""}
+        put(places[1] / f"{number}", **stamp)
+    places[1].chmod(0o700)
+    with pytest.raises(native.BuildError, match="pip install mpich") as error:
+        library.prepare_library()
+    remedy = "TensorFlow that was tested, 2.18 to 2.21 instead of 2.22.0: pip install"
+    assert (f"{remedy} 'tensorflow<2.22'." in str(error.value)) is (found == "2.22.0")
+    check = doctor.check_library(MPI)
+    assert (check.status, check.detail) == ("missing", str(error.value))
+    path = put(places[0] / "tensorflow-own", tensorflow=found)
+    assert library.prepare_library() == path and doctor.check_library(MPI).status == "ok"
 
 
 @pytest.mark.parametrize("which", ["cache", "library"])

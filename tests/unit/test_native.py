@@ -28,8 +28,24 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     with pytest.raises(native.BuildError, match=r"C\+\+17 compiler.*apt-get install g\+\+"):
         native.find_toolchain()
     monkeypatch.setattr(native, "present_tensorflow", lambda: None)
-    with pytest.raises(native.BuildError, match="needs the TensorFlow"):
+    with pytest.raises(native.BuildError, match=r"needs the TensorFlow.*>=2\.18,<2\.22'"):
         native.find_tensorflow(tmp_path)
+
+
+def test_versions_newer_than_the_tested_ones():
+    versions = ("2.18.0", "2.21.9", "2.22.0-rc0", "2.23.0.dev20261101", "3.0.0")
+    found = [native.is_untested("tensorflow", version) for version in versions]
+    assert found == [False, False, True, True, True]
+
+
+def test_a_version_is_the_same_to_pip_and_where_it_is_imported():
+    """The launcher asks pip, and ranks TensorFlow: they must look for the same library."""
+    for imported, installed in (
+        ("2.22.0-rc1", "2.22.0rc1"),
+        ("2.23.0-dev20261101", "2.23.0.dev20261101"),
+        ("2.21.0", "2.21.0"),
+    ):
+        assert native.identity(imported) == native.identity(installed)
 
 
 @pytest.mark.parametrize("is_environment", [True, False])

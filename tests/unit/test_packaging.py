@@ -67,6 +67,7 @@ def test_a_wheel_without_compiler_and_mpi_has_the_sources(pure_wheel):
     assert pure_wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(pure_wheel).namelist()
     assert "tfscale/launcher/cli.py" in names and "tfscale/_lib/custom_ops/comm/engine.cc" in names
+    assert {"tfscale/py.typed", "tfscale/__init__.pyi"} <= set(names)
     assert not [name for name in names if name.endswith(".so")]
 
 
@@ -85,19 +86,67 @@ def test_a_wheel_of_several_tensorflow_versions_has_a_library_for_each(pure_whee
     assert "tfscale/_lib/custom_ops/comm/engine.cc" in names
 
 
+# What a user of mypy writes: TensorFlow and Keras have no types.
+USERS_SETTINGS = """
+[mypy]
+strict = True
+[mypy-keras.*,tensorflow.*]
+ignore_missing_imports = True
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_typed_script_passes_mypy_against_the_wheel(pure_wheel, tmp_path):
+    """Beside NumPy and wrapt, which are seen through a path file."""
+    zipfile.ZipFile(pure_wheel).extractall(environment(tmp_path))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "mypy.ini").write_text(USERS_SETTINGS)
+    script = shutil.copy(Path(__file__).with_name("typed_script.py"), tmp_path / "work")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    environ = {name: v for name, v in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", python, script],
+        cwd=tmp_path / "work",
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_typed_script_uses_every_public_name():
+    page = (ROOT / "docs" / "names.md").read_text()
+    script = Path(__file__).with_name("typed_script.py").read_text()
+    # A function calls tfscale.callbacks `room`; other names in full at least once.
+    prefix, unused = "", []
+    for head, name in re.findall(r"^\| `(?:(tfscale\.[\w.]*)|(\w+))` \|", page, re.MULTILINE):
+        prefix = head or prefix
+        if name and not re.search(rf"\b(?:{re.escape(prefix)}|room\.){name}\b", script):
+            unused.append(prefix + name)
+    assert unused == []
+
+
+def environment(folder):
+    """Make an environment that sees the packages of this one; return the folder of its own."""
+    venv.create(folder / "venv", with_pip=False)
+    site = Path(sysconfig.get_path("purelib"))
+    own = folder / "venv" / site.relative_to(sys.prefix)
+    (own / "seen.pth").write_text(f"{site}\n")
+    return own
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tmp_path):
     """As a new user: TensorFlow and MPI are there, seen through a path file, and a compiler."""
     environ = {**os.environ, **QUIET, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environ.pop("PYTHONPATH", None)
-    venv.create(tmp_path / "venv", with_pip=False)
+    environment(tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     words = ["install", "-q", "--no-deps", "--no-index", str(pure_wheel)]
     pip = [sys.executable, "-m", "pip", "--python", str(python), *words]
     subprocess.run(pip, cwd=tmp_path, env=environ, check=True)
-    site = Path(sysconfig.get_path("purelib"))
-    (tmp_path / "venv" / site.relative_to(sys.prefix) / "seen.pth").write_text(f"{site}\n")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "train.py").write_text(SUM)
     told = []

@@ -1,8 +1,10 @@
 """Every name that a user of Horovod's Keras interface expects is there."""
 
+import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import pytest
@@ -45,6 +47,25 @@ def test_names():
         found = getattr(hvd.callbacks, name)
         assert found is getattr(tfscale.callbacks, name)
         assert issubclass(found, keras.callbacks.Callback)
+
+
+def test_the_stub_has_the_names_of_the_package():
+    """Type checkers read it instead of the tables, from which names are imported when used."""
+    stub = ast.parse(Path(tfscale.__file__).with_suffix(".pyi").read_text())
+    found = {
+        alias.asname: node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    modules = {n: f"tfscale.{module}" for n, module in tfscale._MODULE_OF.items()}
+    for name, place in tfscale._SUBMODULES.items():
+        modules[name] = f"tfscale.{place}".rpartition(".")[0]
+    # An import under another name is none of the stub's own.
+    assert found == {n: m for n, m in modules.items() if n != "optimizers"}
+    own = {ast.unparse(getattr(n, "target", None) or n.targets[0]) for n in stub.body[-4:-1]}
+    assert {*found, *own} == {*tfscale.__all__, "__version__"}
 
 
 # The first arguments of each call, in their order, as far as users of Horovod pass them.

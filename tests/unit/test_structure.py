@@ -243,13 +243,21 @@ def test_the_library_is_compiled_by_one_target():
 
 
 def test_versions_agree():
-    """The supported TensorFlow is written once per place that needs it."""
-    project = (ROOT / "pyproject.toml").read_text()
-    assert '"tensorflow>=2.18,<2.22"' in project
-    assert (
-        'SUPPORTED_TENSORFLOW = "2.18 to 2.21"'
-        in (ROOT / "tfscale" / "native" / "compiler.py").read_text()
+    """The tested versions stand in one place; metadata, pages and `make test-versions` follow."""
+    compiler = parse(ROOT / "tfscale" / "native" / "compiler.py")
+    (value,) = (
+        node.value
+        for node in compiler.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TESTED"
     )
+    tensorflow, keras = ast.literal_eval(value).values()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'"tensorflow>={tensorflow[0]}",' in project and f'"keras>={keras[0]}",' in project
+    text = f"TensorFlow {' to '.join(tensorflow)} with Keras {' to '.join(keras)}"
+    for page in ("README.md", "docs/install.md"):
+        assert text in (ROOT / page).read_text(), page
+    pairs = " ".join(f"{a}/{b}" for a, b in zip(tensorflow, keras, strict=True))
+    assert f"${{VERSIONS:-{pairs}}}" in (ROOT / "tools" / "test_versions.sh").read_text()
 
 
 INTERNALS = "tfscale/internals/"

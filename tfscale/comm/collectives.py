@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -17,8 +17,13 @@ from tfscale.comm.runtime import Average, ProcessSet, Sum, global_process_set, r
 from tfscale.config import ConfigError
 
 _LOG = logging.getLogger("tfscale")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-# Functions are marked do_not_convert: AutoGraph would convert them in every traced function.
+
+def _not_converted(function: _F) -> _F:
+    """Mark a function, whose type stays: AutoGraph would convert it in every traced function."""
+    marked: _F = tf.autograph.experimental.do_not_convert(function)
+    return marked
 
 
 def call_of(process_set: ProcessSet, what: str, name: str | None = None) -> Call:
@@ -162,7 +167,7 @@ def _reduce_all(
     return results
 
 
-@tf.autograph.experimental.do_not_convert
+@_not_converted
 def allreduce(
     tensor: Any,
     op: str = Average,
@@ -217,7 +222,7 @@ def allreduce(
     return _reduce_all([tensor], reduction, compression, call)[0]
 
 
-@tf.autograph.experimental.do_not_convert
+@_not_converted
 def grouped_allreduce(
     tensors: Sequence[Any],
     op: str = Average,
@@ -256,7 +261,7 @@ def grouped_allreduce(
     ]
 
 
-@tf.autograph.experimental.do_not_convert
+@_not_converted
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -332,7 +337,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     _guarded("barrier", [], [], call, lambda: runtime.backend().allgather(tf.zeros([1]), call))
 
 
-@tf.autograph.experimental.do_not_convert
+@_not_converted
 def allgather(
     tensor: Any,
     *,
@@ -414,7 +419,7 @@ def grouped_allgather(
     ]
 
 
-@tf.autograph.experimental.do_not_convert
+@_not_converted
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -493,7 +498,7 @@ def _given_splits(splits: Any, value: tf.Tensor, size: int) -> tf.Tensor:
     return tf.cast(parts, tf.int64)
 
 
-@tf.autograph.experimental.do_not_convert
+@_not_converted
 def reducescatter(
     tensor: Any,
     op: str = Average,

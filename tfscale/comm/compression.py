@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import tensorflow as tf
 
 from tfscale.config import ConfigError, is_count, require
 
 SMALLEST_COMPRESSED = 1024  # values of a variable that is sent in few bits
+_L = TypeVar("_L", bound="LossyCompressor")
 
 
 class NoneCompressor:
@@ -75,7 +76,7 @@ class LossyCompressor(NoneCompressor):
         fits = self.start_step is None or is_count(self.start_step, 0)
         require(fits, "start_step", "0 or more, or None", self.start_step)
 
-    def __call__(self, **options: Any) -> Any:
+    def __call__(self: _L, **options: Any) -> _L:
         """Return a copy with other `options`."""
         unknown = sorted(set(options) - set(self.options))
         if unknown:

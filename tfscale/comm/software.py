@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import keras
@@ -12,12 +14,27 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.horovod import is_installed, load_horovod
 from tfscale.config import ExchangeError
 from tfscale.native.cache import find_library
-from tfscale.native.compiler import find_toolchain
+from tfscale.native.compiler import ceiling, find_toolchain, is_untested, tested
+
+logger = logging.getLogger("tfscale")
 
 
 def versions() -> str:
     """Return the versions that must be equal on all ranks, as one line."""
     return f"tfscale {tfscale.__version__}, tensorflow {tf.__version__}, keras {keras.__version__}"
+
+
+@functools.cache  # once for each pair
+def warn_of_untested(tensorflow: str, of_keras: str) -> None:
+    """Warn if the versions of TensorFlow or Keras are newer than those that were tested."""
+    if not (is_untested("tensorflow", tensorflow) or is_untested("keras", of_keras)):
+        return
+    logger.warning(
+        "tfscale was tested with TensorFlow %s and Keras %s. Received: TensorFlow %s and Keras %s. "
+        "If something fails: pip install 'tensorflow%s' 'keras%s'.",
+        *(tested("tensorflow"), tested("keras"), tensorflow, of_keras),
+        *(ceiling("tensorflow"), ceiling("keras")),
+    )
 
 
 _MPI_THREAD_MULTIPLE = 3  # MPICH and Open MPI agree on this number

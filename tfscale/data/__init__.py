@@ -8,13 +8,14 @@ Examples:
     [[0, 1, 2, 3], [4, 5, 6, 7]]
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.missing import lookup
 
 __all__ = ["GlobalBatches"]
 
+if not TYPE_CHECKING:  # other names are errors for type checkers, too
 
-def __getattr__(name: str) -> Any:
-    return lookup(f"data.{name}")
+    def __getattr__(name: str) -> Any:
+        return lookup(f"data.{name}")

@@ -77,7 +77,7 @@ class GlobalBatches(keras.utils.PyDataset):
         shuffle: bool = True,
         drop_remainder: bool = True,
         sample_weight: Any = None,
-    ):
+    ) -> None:
         """Serve slices of arrays.
 
         Args:
@@ -110,7 +110,7 @@ class GlobalBatches(keras.utils.PyDataset):
         size: int | None = None,
         shuffle_buffer: int | None = None,
         seed: int = 0,
-        decode: Callable | None = None,
+        decode: Callable[..., Any] | None = None,
         drop_remainder: bool = True,
     ) -> GlobalBatches:
         """Serve slices of a dataset of records, such as those of files.
@@ -163,7 +163,7 @@ class GlobalBatches(keras.utils.PyDataset):
         self._kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
         self._steps = StepCount()  # of the epoch being served
         self._open: OpenEpoch | None = None  # the epoch being served, also to tf.data's threads
-        self._training: weakref.ref | None = None  # adapter of the training pass, or self
+        self._training: weakref.ref[Any] | None = None  # adapter of the training pass, or self
         self._rank_and_size: tuple[int, int] | None = None  # set by tests only
         self.batch_size = batch_size
 
@@ -263,7 +263,7 @@ class GlobalBatches(keras.utils.PyDataset):
         """Return this rank's slice of global batch `index` of the present epoch."""
         return self._current_epoch().read(index)
 
-    def __iter__(self) -> Iterator:
+    def __iter__(self) -> Iterator[Any]:
         self._refresh_if_idle()
         epoch = self._current_epoch()
         return (epoch.read(step) for step in range(epoch.slices.steps))

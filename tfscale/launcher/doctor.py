@@ -53,32 +53,28 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _check_version(name: str, version: str | None, supported: str, remedy: str) -> Check:
-    """Compare a version with those such as "2.18 to 2.21"."""
+def check_version(package: str, version: str | None) -> Check:
+    """Compare the version of TensorFlow or Keras with those that were tested."""
+    remedy = f"pip install '{compiler.requirement(package)}'"
     if version is None:
-        return Check(name, "missing", "not installed", remedy)
-    least, found, most = (
-        [int(number) for number in text.split(".")[:2]]
-        for text in (supported.split()[0], version, supported.split()[-1])
-    )
-    if not least <= found <= most:
-        return Check(name, "missing", f"{version}, not {supported}", remedy)
-    return Check(name, "ok", version)
-
-
-def check_tensorflow() -> Check:
-    """Look for a TensorFlow that is supported."""
-    version, remedy = compiler.installed_tensorflow(), "pip install 'tensorflow>=2.18,<2.22'"
-    return _check_version("tensorflow", version, compiler.SUPPORTED_TENSORFLOW, remedy)
+        return Check(package, "missing", "not installed", remedy)
+    if compiler.is_untested(package, version):
+        detail = f"{version}, newer than those that were tested ({compiler.tested(package)})"
+        remedy = f"if something fails: pip install '{package}{compiler.ceiling(package)}'"
+        return Check(package, "warning", detail, remedy)
+    if compiler.minor(version) < compiler.minor(compiler.TESTED[package][0]):
+        return Check(package, "missing", f"{version}, not {compiler.tested(package)}", remedy)
+    return Check(package, "ok", version)
 
 
 def check_keras(environ: Mapping[str, str]) -> Check:
     """Look for Keras 3 with the TensorFlow backend."""
-    version, backend = _installed("keras"), environ.get("KERAS_BACKEND", "tensorflow")
+    version = _installed("keras") or _installed("keras-nightly")
+    backend = environ.get("KERAS_BACKEND", "tensorflow")
     if version is not None and backend != "tensorflow":
         detail = f"{version} with KERAS_BACKEND={backend}"
         return Check("keras", "missing", detail, "export KERAS_BACKEND=tensorflow")
-    return _check_version("keras", version, "3.10 to 3.15", "pip install 'keras>=3.10,<3.16'")
+    return check_version("keras", version)
 
 
 def check_mpi(mpi: mpi_command.Mpi | None) -> Check:
@@ -230,7 +226,7 @@ def examine(environ: Mapping[str, str], timeout_s: float = 120.0) -> list[Check]
     mpi = mpi_command.find_mpi()
     checks = [
         Check("python", "ok", f"{platform.python_version()}, {sys.executable}"),
-        check_tensorflow(),
+        check_version("tensorflow", compiler.installed_tensorflow()),
         check_keras(environ),
         check_mpi(mpi),
         check_library(mpi),
@@ -241,7 +237,7 @@ def examine(environ: Mapping[str, str], timeout_s: float = 120.0) -> list[Check]
     ]
     if (slurm := check_slurm(mpi)) is not None:
         checks.append(slurm)
-    if checks[1].status == "ok":
+    if checks[1].status != "missing":
         checks.append(check_gpus(timeout_s))
     if mpi is not None and all(check.status != "missing" for check in checks):
         checks.append(self_test(mpi, environ, timeout_s))

@@ -71,8 +71,9 @@ def _fits(stamp: Mapping[str, str], wanted: Mapping[str, str], kind: str) -> boo
     """Compare a build record with `identity` of an unknown compiler and MPI."""
     if not _is_of(kind, stamp.get("mpi", "")):
         return False
-    names = ("sources", "tensorflow")  # of libraries older than the first there is no record
-    if any(stamp.get(name, wanted[name]) != wanted[name] for name in names):
+    if stamp.get("tensorflow") != wanted["tensorflow"]:  # its C++ interface differs by version
+        return False
+    if stamp.get("sources", wanted["sources"]) != wanted["sources"]:  # old records have none
         return False
     # Of the C library any later version will do; a library that does not load is compiled again.
     machine = stamp.get("machine", wanted["machine"])
@@ -99,8 +100,22 @@ def key_of(stamp: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _older_instead(tensorflow: str) -> str:
+    """Return the remedy where a TensorFlow is so new that no library comes with the package."""
+    return (
+        f"Or use a TensorFlow that was tested, {compiler.tested('tensorflow')} instead of "
+        f"{tensorflow}: pip install 'tensorflow{compiler.ceiling('tensorflow')}'."
+    )
+
+
 def _find_toolchain(kind: str) -> compiler.Toolchain:
-    toolchain = compiler.find_toolchain()
+    try:
+        toolchain = compiler.find_toolchain()
+    except BuildError as error:
+        version = compiler.require_tensorflow()
+        if not compiler.is_untested("tensorflow", version):
+            raise
+        raise BuildError(f"{error} {_older_instead(version)}") from error
     if not _is_of(kind, toolchain.mpi):
         raise BuildError(
             "The library must be compiled with the MPI that starts the ranks. Received: a launcher "

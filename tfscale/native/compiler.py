@@ -25,8 +25,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARY_NAME = "libtfscale.so"
 STAMP_NAME = "build.json"
 DIGEST = "sha256"  # of the library, in its build record
-SUPPORTED_TENSORFLOW = "2.18 to 2.21"
-_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm")
+# The versions with which tfscale is tested: the lowest that work, and the highest so far.
+TESTED = {"tensorflow": ("2.18", "2.21"), "keras": ("3.10", "3.15")}
+_TENSORFLOW_NAMES = (
+    *("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-rocm"),
+    *("tf-nightly", "tf-nightly-cpu"),
+)
 _PROBE_TENSORFLOW = """
 import json, tensorflow as tf
 print(json.dumps({"version": tf.__version__, "compile": tf.sysconfig.get_compile_flags(),
@@ -85,6 +89,32 @@ def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, str] | None:
     except (OSError, KeyError):
         return None
     return {name: str(value) for name, value in stamp.items()}
+
+
+def minor(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
+def tested(package: str) -> str:
+    """Return the tested versions of "tensorflow" or "keras", such as "2.18 to 2.21"."""
+    return " to ".join(TESTED[package])
+
+
+def ceiling(package: str) -> str:
+    """Return the bound that keeps pip to tested versions, such as "<2.22"."""
+    major, number = minor(TESTED[package][1])
+    return f"<{major}.{number + 1}"
+
+
+def requirement(package: str) -> str:
+    """Return what pip installs to get a tested version, such as "tensorflow>=2.18,<2.22"."""
+    return f"{package}>={TESTED[package][0]},{ceiling(package)}"
+
+
+def is_untested(package: str, version: str) -> bool:
+    """Return whether a version is newer than the tested ones."""
+    return minor(version) > minor(TESTED[package][1])
 
 
 def present_tensorflow() -> str | None:
@@ -176,7 +206,8 @@ def require_tensorflow() -> str:
     if version is None:
         raise BuildError(
             "Compiling tfscale's library needs the TensorFlow it will be used with. Received: none "
-            f"is visible to {sys.executable}. Install one ({SUPPORTED_TENSORFLOW})."
+            f"is visible to {sys.executable}. Install one: pip install "
+            f"'{requirement('tensorflow')}'."
         )
     return version
 
@@ -219,7 +250,8 @@ def identity(tensorflow: str, toolchain: Toolchain | None = None) -> dict[str, s
         digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
     known = {
         "sources": digest.hexdigest(),
-        "tensorflow": tensorflow.replace("-", ""),  # 2.22.0-rc1 where it is imported
+        # 2.22.0-rc1 and 2.23.0-dev20261101 where it is imported; pip writes 2.22.0rc1, 2.23.0.dev
+        "tensorflow": tensorflow.replace("-dev", ".dev").replace("-", ""),
         "machine": f"{platform.machine()}, {os.confstr('CS_GNU_LIBC_VERSION')}",
     }
     if toolchain is not None:

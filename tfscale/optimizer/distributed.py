@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -64,6 +64,10 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     _self_bound: Bound
     _self_accumulator: Accumulator | None
     _self_watch: Any  # of an exchange that measures steps; None until one is seen
+
+    if TYPE_CHECKING:  # wrapt's types let attributes be read only
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def __init__(
         self,
