@@ -22,7 +22,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import cloudpickle
 
@@ -113,7 +113,7 @@ def _make_code(name: str, make: Callable[..., types.CodeType], values: Any) -> t
 
 
 class _Pickler(cloudpickle.Pickler):
-    dispatch_table = collections.ChainMap(
+    dispatch_table: ClassVar = collections.ChainMap(
         {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )
 
@@ -232,9 +232,10 @@ def main(folder: Path) -> int:
             write_atomically(path, lambda file: _dump_result(result, file))
         except Exception as error:
             trace = error.__traceback__ and error.__traceback__.tb_next  # without this function
-            with contextlib.suppress(Exception):  # then the caller gets the text only
-                with _path_of("error", folder, attempt, rank).open("wb") as out:
-                    _Pickler(out).dump(error)
+            path = _path_of("error", folder, attempt, rank)
+            # Where it cannot be pickled the caller gets its text only.
+            with contextlib.suppress(Exception), path.open("wb") as out:
+                _Pickler(out).dump(error)
             # The process beside this one reports it, also where this rank is the only one.
             process.write_error("".join(traceback.format_exception(type(error), error, trace)))
             if launch and launch.size > 1:
