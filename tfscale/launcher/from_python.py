@@ -327,7 +327,7 @@ def _read_end(folder: Path, code: int) -> list[Any]:
             raise RankError(text, exit_code=code)
         cause = call.read_error(folder, attempt, rank)
         reason = f": {type(cause).__name__}: {cause}" if cause else ""
-        raise RankError(f"rank {rank} failed{reason}\n{text}", rank, code) from cause
+        raise RankError(f"rank {rank} failed{reason}\n{text}", rank=rank, exit_code=code) from cause
     results = []
     for rank in range(end["size"]):
         try:
@@ -341,7 +341,7 @@ def _raise_no_result(rank: int) -> NoReturn:
     raise RankError(
         f"The function must return on every rank. Received: the end of rank {rank} before, with "
         "exit status 0. Return a value instead of calling sys.exit().",
-        rank,
+        rank=rank,
     )
 
 
