@@ -284,6 +284,7 @@ class Doubled(keras.layers.Layer):
 """
 
 
+@pytest.mark.timeout(3 * LIMIT_S)  # TensorFlow starts in the kernel, and then on two ranks
 def test_a_notebook_trains_a_model_of_its_cells(tmp_path):
     cells = [
         "import time\nfrom pathlib import Path\nimport keras, numpy as np\nimport tensorflow as tf",
