@@ -72,8 +72,8 @@ from tfscale.comm.software import (
     nccl_built as nccl_built,
     rocm_built as rocm_built,
 )
-from tfscale.comm.start import init as init, shutdown as shutdown
-from tfscale.comm.timeline import (
+from tfscale.start import init as init, shutdown as shutdown
+from tfscale.trace.timeline import (
     start_timeline as start_timeline,
     stop_timeline as stop_timeline,
 )
@@ -81,6 +81,7 @@ from tfscale.config import (
     ConfigError as ConfigError,
     ExchangeError as ExchangeError,
     PlanError as PlanError,
+    RankError as RankError,
     exit_codes as exit_codes,
 )
 from tfscale.exchange.allreduce import Allreduce as Allreduce
@@ -89,6 +90,7 @@ from tfscale.exchange.chunked import Chunked as Chunked
 from tfscale.exchange.sharded import Sharded as Sharded
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from tfscale.fit.preparation import prepare as prepare
+from tfscale.launcher.from_python import run as run
 from tfscale.local_sgd.intervals import (
     AdaptiveInterval as AdaptiveInterval,
     DistanceGuard as DistanceGuard,

@@ -48,6 +48,27 @@ class ExchangeError(RuntimeError):
     """
 
 
+class RankError(RuntimeError):
+    """A function that `tfscale.run` has started failed on a rank; the text holds its traceback.
+
+    `__cause__` is the exception that the function raised there, where pickle could send it.
+
+    Attributes:
+        rank: Number of the rank that failed first; None where none is the cause, such as a host
+            that cannot be reached.
+        exit_code: That of `tfscale run` for such an end, see docs/errors.md.
+
+    Examples:
+        >>> error = tfscale.RankError("rank 1 failed: division by zero", rank=1)
+        >>> error.rank, error.exit_code
+        (1, 1)
+    """
+
+    def __init__(self, text: str, rank: int | None = None, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.rank, self.exit_code = rank, exit_code
+
+
 def require(fits: bool, name: str, requirement: str, value: Any, remedy: str = "") -> None:
     """Raise a ConfigError about an argument or setting unless it fits."""
     if not fits:

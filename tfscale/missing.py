@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 from tfscale.config import ConfigError
 
 _COMMAND = (
-    "tfscale starts processes by a command, not by a call",
+    "tfscale starts processes by one command and one call",
     "Write `tfscale run -np 4 python train.py`, with `-H host1:2,host2:2` on several hosts or "
-    "`--slurm` in an allocation; for a function on ranks in a test use tfscale.testing.spawn.",
+    "`--slurm` in an allocation; or tfscale.run(train, np=4) in a program.",
 )
 _CLUSTER = (
     "tfscale starts processes on hosts that are reserved for the job, by a command",
@@ -30,7 +30,6 @@ MODULES = {
         "Give fit a tfscale.callbacks.Checkpoint, or save in a loop of your own "
         "(docs/from-horovod.md), and start the job by `tfscale run --restarts 3 --min-np 2`.",
     ),
-    "run": _COMMAND,
     "runner": _COMMAND,
     "ray": _CLUSTER,
     "spark": _CLUSTER,

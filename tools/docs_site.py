@@ -49,6 +49,7 @@ TITLES = {
     "data": "Data",
     "exchange": "Exchanges",
     "fit": "Training with fit",
+    "launcher": "Notebooks and programs",
     "local_sgd": "Local SGD",
     "measure": "Training loops with auto",
     "keras": "Horovod's names",

@@ -81,7 +81,11 @@ UNITS = (
     Unit("compression", 10.0, (f"{JOBS}_compression.py",)),
     Unit("recipes", 8.0, (f"{JOBS}_recipes_smoke.py",)),
     Unit("resumed jobs", 8.0, (f"{JOBS}_resume.py",)),
-    Unit("jobs", 6.0, tuple(f"{JOBS}_{name}.py" for name in ("environments", "hosts", "spawn"))),
+    Unit(
+        "jobs",
+        8.0,
+        tuple(f"{JOBS}_{n}.py" for n in ("environments", "from_python", "hosts", "spawn")),
+    ),
     Unit("layouts of hosts", 10.0, (f"{JOBS}_layouts.py",)),
     Unit("faults", 25.0, ("tests/faults", f"--ignore={SLURM}")),
     Unit("Slurm", 2.5, (SLURM,)),

@@ -26,7 +26,7 @@ MORE_NAMES = """
     broadcast_object allgather_object join DistributedGradientTape PartialDistributedGradientTape
     SyncBatchNormalization Min Max Product barrier prepare callbacks data Allreduce exit_codes
     start_timeline stop_timeline mpi_built gloo_built nccl_built ConfigError PlanError
-    ExchangeError broadcast_ is_homogeneous elastic
+    ExchangeError RankError run broadcast_ is_homogeneous elastic
     """
 CALLBACKS = """
     AdaptiveBatchSize BatchSizeSchedule LearningRateScaling BroadcastGlobalVariablesCallback
@@ -74,6 +74,7 @@ CALLS = {
     " sparse_as_dense gradient_predivide_factor op backward_passes_per_step"
     " average_aggregated_gradients num_groups groups process_set scale_local_gradients",
     hvd.init: "comm process_sets",
+    tfscale.run: "func args kwargs np hosts",
     hvd.broadcast: "tensor root_rank",
     tfscale.alltoall: "tensor splits",
     tfscale.broadcast_variables: "variables root_rank process_set inplace",
@@ -131,7 +132,6 @@ def test_elastic_names_our_restart(name):
 
 # Uses of names of Horovod, and what the error must hold besides the name.
 MISSING = {
-    "tfscale.run(print, np=2)": ("Received: run().", "tfscale run -np 4"),
     "tfscale.runner.launch": ("Received: runner.launch.", "tfscale run -np 4"),
     "tfscale.ray.RayExecutor": ("Received: ray.RayExecutor.", "-H host1:2"),
     "tfscale.spark.run": ("Received: spark.run.", "-H host1:2"),

@@ -191,7 +191,7 @@ def record(body: Callable[[], None]) -> None:
     tfscale.start_timeline("timeline.json", mark_cycles=True)
     try:
         body()
-    except (tfscale.ConfigError, tfscale.PlanError):
+    except (tfscale.ConfigError, tfscale.PlanError, tfscale.RankError):
         raise
     except tfscale.ExchangeError as error:
         sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""The command `tfscale`: start, watch and restart ranks; check, plan and tune.
+"""The command `tfscale` and the call `tfscale.run`: start and watch ranks; check, plan and tune.
 
 Modules that start and watch ranks do not import TensorFlow, so that `tfscale run` and the process
 beside each rank stay small.

@@ -203,6 +203,17 @@ def _read_places(options: argparse.Namespace) -> Places:
 
 
 def _run(options: argparse.Namespace) -> int:
+    job = prepare_job(options)
+    return 0 if options.dry_run else job.run()
+
+
+def prepare_job(options: argparse.Namespace) -> Job:
+    """Return the job that options of `tfscale run` ask for, ready to start; or only print it.
+
+    Raises:
+        ConfigError: Options do not fit, or a host cannot start ranks.
+        ExchangeError: The library cannot be compiled.
+    """
     environ = dict(environment())
     _require_distribute(options)
     spec = _read_spec(options, environ)
@@ -212,7 +223,7 @@ def _run(options: argparse.Namespace) -> int:
     command = _show(job, spec)
     if options.dry_run:
         print(command)
-        return 0
+        return job
     _prepare_library(dataclasses.replace(spec, hosts=rule.places), mpi, environ)
     given = {**environ, **(spec.environment or {})}
     if rule.places:
@@ -226,7 +237,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     if options.verbose and not options.quiet:  # the output may be piped into another program
         print(f"tfscale: {command}", file=sys.stderr, flush=True)
-    return job.run()
+    return job
 
 
 def _prepare_library(
@@ -327,18 +338,22 @@ def run_apart(words: Sequence[str]) -> int:
     ).returncode
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process, and return the exit code."""
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; `handler` runs it. Exits where the line is wrong."""
     parser = argparse.ArgumentParser(
         prog="tfscale", description="Trains Keras models on several processes."
     )
     parser.set_defaults(run_command=main, run_apart=run_apart)  # for commands that start ranks
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    words = sys.argv[1:] if argv is None else list(argv)
     # Add only the command in use: modules of others may import TensorFlow, which takes seconds.
     for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:
         COMMANDS[name](commands)
-    options = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, by default that of this process, and return the exit code."""
+    options = parse(sys.argv[1:] if argv is None else list(argv))
     try:
         return int(options.handler(options))
     except ConfigError as error:

@@ -110,7 +110,11 @@ _ANSWER_S = 20.0
 
 
 class Job:
-    """A job that runs in one or more attempts."""
+    """A job that runs in one or more attempts.
+
+    Attributes:
+        n_restarts: Number of restarts so far.
+    """
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class Job:
         self._start_s = setting("start_s", given)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: Places = rule.places or (("", spec.size),)
-        self._n_restarts = self._n_short = 0
+        self.n_restarts = self._n_short = 0
         # At SIGTERM srun kills the ranks, and Open MPI's mpirun gives them one second; both only
         # pass on SIGUSR1.
         passes_on = spec.is_slurm or (mpi is not None and mpi.kind == "openmpi")
@@ -152,7 +156,7 @@ class Job:
 
     def _next_spec(self) -> mpi_command.LaunchSpec:
         size = self._spec.size
-        if self._n_restarts:
+        if self.n_restarts:
             size = min(size, sum(n for _, n in self._places))
         used = spread(self._places, size) if self._rule.places else ()
         spec = dataclasses.replace(self._spec, size=size, hosts=used)
@@ -161,7 +165,7 @@ class Job:
         threads = mpi_command.thread_variables(spec, present)
         threads |= mpi_command.loopback_variables(spec, self._mpi, present)
         threads |= mpi_command.allocation_variables(spec, self._mpi, present)
-        ours = {RESTART_VARIABLE: str(self._n_restarts)}
+        ours = {RESTART_VARIABLE: str(self.n_restarts)}
         if self._is_quiet:
             ours[_LOG_LEVEL] = "1"
         if mpi_command.has_other_hosts(spec, present):
@@ -176,6 +180,12 @@ class Job:
 
     def run(self) -> int:
         """Run all attempts, explain on stderr why each ended, and return the job's exit code."""
+        outcome = self.run_attempts()
+        _say(outcome.describe() + (outcome.closing if self._closes else ""))
+        return outcome.exit_code
+
+    def run_attempts(self) -> Outcome:
+        """Run all attempts, explain why each but the last ended, and return how the last did."""
         with StopRequest(self._rule.grace_s) as stop:
             while True:
                 started = time.monotonic()
@@ -191,27 +201,28 @@ class Job:
                 )
                 is_long = time.monotonic() - started >= WORTHWHILE_S
                 self._n_short = 0 if is_long else self._n_short + 1
+                if self.n_restarts >= self._rule.restarts or not may_restart(outcome):
+                    return outcome
                 if not self._prepare_next(outcome, stop):
-                    return outcome.exit_code
+                    few = "" if stop.first else "tfscale: too few hosts are left to start again.\n"
+                    return dataclasses.replace(outcome, notes=few + outcome.notes, closing="")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the last attempt."""
+        return self._next_spec().size
 
     def _prepare_next(self, outcome: Outcome, stop: StopRequest) -> bool:
-        """Explain why an attempt ended, as its last output; return whether there is another one."""
-        why = outcome.describe()
-        if self._n_restarts >= self._rule.restarts or not may_restart(outcome):
-            _say(why + (outcome.closing if self._closes else ""))
-            return False
+        """Prepare another attempt and say why it follows; return False where it cannot start."""
         stop.sleep(pause_s(max(0, self._n_short - 1)))
         lost = lost_place(outcome, self._next_spec().hosts)
         places = next_places(self._find_places(), lost, self._rule, self._spec.size)
         if stop.first is not None or places is None:
-            few = "" if stop.first else "tfscale: too few hosts are left to start again.\n"
-            _say(few + why)
             return False
-        self._n_restarts, self._places = self._n_restarts + 1, places
-        size = self._next_spec().size
+        self.n_restarts, self._places = self.n_restarts + 1, places
         _say(
-            f"{why}tfscale: restart {self._n_restarts} of {self._rule.restarts}, with {size} "
-            "ranks.\n"
+            f"{outcome.describe()}tfscale: restart {self.n_restarts} of {self._rule.restarts}, "
+            f"with {self.size} ranks.\n"
         )
         return True
 
