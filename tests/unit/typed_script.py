@@ -217,6 +217,7 @@ def case_sum() -> float:
 
 
 def test_on_ranks(folder: Path) -> None:
+    assert_type(tfscale.run(case_sum, np=2), list[Any])
     results = tfscale.testing.spawn(2, [case_sum], timeout_s=60.0)
     assert_type(results, list[tfscale.testing.RankResult])
     tfscale.testing.require_ok(results)
