@@ -129,7 +129,7 @@ def plain(variables: Sequence[Any]) -> Iterator[None]:
     Functions that are traced in the block do not wait and have no ops of tfscale, so that saved
     functions (export, `tf.saved_model.save`, `tf.lite`) load where tfscale is not installed.
     """
-    awaited = [v for v in variables if isinstance(v, Awaited)]
+    awaited: list[Any] = [v for v in variables if isinstance(v, Awaited)]
     drain(awaited)
     for variable in awaited:
         set_class(variable, _plain_class(variable))
