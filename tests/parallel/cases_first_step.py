@@ -58,14 +58,17 @@ def case_local_variables_may_differ_from_the_start():
 
 @sizes(2, 3, timeout_s=60)
 def case_callbacks_of_one_rank_are_named():
-    """Ranks without any wait in their first step."""
+    """Ranks without any wait in their first step, before they form groups."""
+    exchanges = {0: "allreduce", 1: tfscale.LocalSGD(tfscale.size(), 4), 2: Sharded()}
     for chosen in range(tfscale.size()):
         others = ", ".join(str(r) for r in range(tfscale.size()) if r != chosen)
         callbacks = [MetricAverageCallback()] if tfscale.rank() == chosen else []
         given, none = f"MetricAverageCallback on rank {chosen}", f"none on rank {others}"
         first, second = (given, none) if chosen == 0 else (none, given)
         require_error(
-            partial(fit, DistributedOptimizer(SGD(0.1)), callbacks=callbacks),
+            partial(
+                fit, DistributedOptimizer(SGD(0.1), exchange=exchanges[chosen]), callbacks=callbacks
+            ),
             f"Received: {first} and {second}. ",
         )
 

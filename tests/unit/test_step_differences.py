@@ -58,6 +58,15 @@ def test_a_gradient_that_cancels_out_is_compared_with_the_largest():
     )
 
 
+def test_what_rounding_errors_of_weights_change_as_much_is_no_difference():
+    """As a gradient before a ReLU, where a value next to 0 has one sign or the other."""
+    alone, combined = values("gradient", GRADIENT), values("gradient", GRADIENT + 0.02)
+    nudged = [values("gradient", GRADIENT + jump) for jump in (0.0, 0.01)]
+    assert texts(alone, combined)
+    assert not find_differences(alone, combined, EPSILON, nudged)
+    assert find_differences(alone, values("gradient", GRADIENT + 0.05), EPSILON, nudged)
+
+
 def test_a_variable_is_compared_by_what_the_step_changes():
     before = np.full(3, 100.0)
     changes = np.full(3, 1e-2), np.full(3, 2e-2)

@@ -251,7 +251,8 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
                 before.undo_shards()  # it was compiled again, and wrapped in this one
             groups = bound.groups
             if groups is None and not runtime.is_single():
-                groups = bound.strategy.form_groups(bound.executor.request.process_set)
+                with tf.init_scope():  # this may be the first step, which is traced
+                    groups = bound.strategy.form_groups(bound.executor.request.process_set)
             self._bind(bound.strategy.within_group(), groups)
         if variables is not None and not self._self_bound.is_built:
             self.build(variables)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _MAX_SHOWN = 6
+_MARGIN = 4  # rounding errors of other weights may decide more than those that were tried
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,23 @@ def find_differences(
     alone: Mapping[tuple[str, str], Value],
     combined: Mapping[tuple[str, str], Value],
     epsilon: float,
+    nudged: Sequence[Mapping[tuple[str, str], Value]] = (),
 ) -> tuple[Difference, ...]:
     """Return what differs by more than sums in another order do, gradients last.
-
-    `alone` and `combined` hold the values of one process and of all ranks together, by kind and
-    name; `epsilon` is the distance of 1.0 to the next number of the least precise dtype.
 
     Values may differ by the square root of the precision, or 1e-6: errors of a wrong formula are
     larger, those of rounding smaller. A gradient whose sum cancels out, such as that of a bias in
     front of a BatchNormalization, is compared with the largest of the others.
+
+    Where a value next to 0 enters a ReLU, its rounding error decides which slope counts, and the
+    gradient jumps. How far shows in `nudged`.
+
+    Args:
+        alone: The values of one process, by kind and name.
+        combined: Those of all ranks together.
+        epsilon: The distance of 1.0 to the next number of the least precise dtype.
+        nudged: Those of one process whose weights differ by rounding errors. Values may differ by
+            `_MARGIN` times as much as these do.
     """
     tolerance = max(epsilon**0.5, 1e-6)  # some ops, such as CTC, compute in float32 at most
     gradients = [v.array for (kind, _), v in alone.items() if kind == "gradient" and v.array.size]
@@ -77,6 +86,8 @@ def find_differences(
         if value.kind == "gradient":
             allowed += min(1e3 * epsilon, 0.01) * largest
         allowed += 64 * epsilon * _magnitude(value.array)
+        jumps = [_magnitude(other_run[key].array - value.array) for other_run in nudged]
+        allowed += _MARGIN * max(jumps, default=0.0)
         with np.errstate(invalid="ignore"):  # infinite values
             distance = np.abs(value.array.astype(np.float64) - other.array.astype(np.float64))
         are_equal = ~(np.isfinite(value.array) | np.isfinite(other.array))

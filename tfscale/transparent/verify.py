@@ -22,7 +22,7 @@ import logging
 import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,8 @@ _UNREPEATABLE = (
     "ParameterizedTruncatedNormal",
 )
 _STEP_LENGTH = 0.01  # at most, of a step along gradients in place of an optimizer's
+# Before a difference is an error: runs with weights that are changed by so many rounding errors.
+_N_NUDGED, _NUDGE = 3, 4.0
 _COLLECTIVES = ("Tfscale", "Horovod")
 _ALONE = {"TfscaleAwait"}  # waits for what has been posted, and sends nothing
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -227,8 +229,7 @@ class Verifier:
                     alone = _Trial(self, model, kind, plain, spec, is_shared=False)
                     verdict = _Verdict(rows, alone.reason)
                     if not alone.reason:
-                        differ = find_differences(alone.run(batch), combined, _precision(model))
-                        verdict = _Verdict(rows, differences=differ)
+                        verdict = _Verdict(rows, differences=alone.compare(batch, combined))
                 except tf.errors.ResourceExhaustedError:
                     fitting = rows // 2 if rows // 2 >= runtime.size() else 0
                     logger.warning(_PART, _METHODS[kind], fitting, rows)
@@ -425,8 +426,25 @@ class _Trial:
             raw_variable(variable).assign_sub(step)
         iterations_of(optimizer).assign_add(1)
 
-    def run(self, batch: Any) -> dict[tuple[str, str], Value]:
-        """Compute the step; return its results on rank 0. Collective if it is that on shares."""
+    def compare(
+        self, batch: Any, combined: Mapping[tuple[str, str], Value]
+    ) -> tuple[Difference, ...]:
+        """Compute the step of one process; return how that of all ranks together differs."""
+        epsilon, alone = _precision(self.model), self.run(batch)
+        differences = find_differences(alone, combined, epsilon)
+        if differences:
+            generators = map(np.random.default_rng, range(_N_NUDGED))
+            nudged = [self.run(batch, generator) for generator in generators]
+            differences = find_differences(alone, combined, epsilon, nudged)
+        return differences
+
+    def run(
+        self, batch: Any, nudge: np.random.Generator | None = None
+    ) -> dict[tuple[str, str], Value]:
+        """Compute the step; return its results on rank 0. Collective if it is that on shares.
+
+        With `nudge` the weights differ from those of the model by rounding errors, drawn from it.
+        """
         model = self.model
         with self._verifier.trying(self):  # traces again if the batch does not fit the spec
             self._concrete = self._function.get_concrete_function(batch)
@@ -435,6 +453,8 @@ class _Trial:
         before = [tf.raw_ops.ReadVariableOp(resource=h, dtype=dtype) for h, dtype in handles]
         if self.kind != "predict":
             model.reset_metrics()
+        if nudge is not None:
+            self._nudge(nudge, handles, before)
         try:
             results, gradients = self._function(batch)
             values = self._results(results)
@@ -444,6 +464,17 @@ class _Trial:
             for (handle, _), value in zip(handles, before, strict=True):
                 tf.raw_ops.AssignVariableOp(resource=handle, value=value)
         return {(value.kind, value.name): value for value in values}
+
+    def _nudge(
+        self, generator: np.random.Generator, handles: Sequence[Any], values: Sequence[tf.Tensor]
+    ) -> None:
+        weights = {id(raw_variable(v).handle) for v in self.model.trainable_variables}
+        size = _NUDGE * _precision(self.model)
+        for (handle, dtype), value in zip(handles, values, strict=True):
+            if id(handle) in weights and dtype.is_floating:
+                factors = 1.0 + size * generator.uniform(-1.0, 1.0, value.shape)
+                value = tf.cast(tf.cast(value, tf.float64) * factors, dtype)
+                tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
     def _changeable(self) -> list[tuple[tf.Tensor, tf.DType]]:
         """Return the variables to put back: those of the step, and the states of metrics."""
