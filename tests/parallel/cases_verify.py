@@ -5,6 +5,7 @@ The layers, losses and metrics here combine the rows of a batch in ways that no 
 
 import contextlib
 from functools import partial
+from unittest import mock
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from tests.helpers.ranks import float64, outcome, require_error
 from tests.parallel.agreement_model import warnings_of_ranks
 from tfscale.callbacks.epoch_measures import MemoryGuard
 from tfscale.testing import require_identical
+from tfscale.transparent import verify as verification
 
 RNG = np.random.default_rng(0)
 ROWS, TARGETS = RNG.normal(size=(24, 4)) + np.arange(24)[:, None] / 8, RNG.normal(size=(24, 1))
@@ -159,6 +161,30 @@ def require_refusals(texts, *parts):
     for of_rank in tfscale.allgather_object(texts):
         wrong = {name: text for name, text in of_rank.items() if any(p not in text for p in parts)}
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
+
+
+@sizes(2, 3)
+def case_a_difference_is_compared_with_what_rounding_errors_change():
+    """Rank 0 computes the step again with other last bits of the weights, and puts them back."""
+    loss_of, data = LOSSES["variance"]
+    spy = mock.Mock(wraps=verification.find_differences)
+    with float64(), distributed(), mock.patch.object(verification, "find_differences", spy):
+        model = Trained(loss_of)
+        model.compile("sgd")
+        before = (model(data[0]), model.get_weights())[1]
+        batches = tf.data.Dataset.from_tensor_slices(data).batch(8, drop_remainder=True)
+        require_error(lambda: model.fit(batches, shuffle=False, verbose=0), "gradient")
+    require_identical(model.get_weights(), before)
+    if tfscale.rank() > 0:
+        spy.assert_not_called()
+        return
+    assert [len(call.args) for call in spy.call_args_list] == [3, 4]
+    alone, _, _, nudged = spy.call_args.args
+    assert len(nudged) == 3
+    array = alone["gradient", model.net.kernel.path].array
+    for run in nudged:
+        change = np.abs(run["gradient", model.net.kernel.path].array - array).max()
+        assert 0 < change < 1e-12 * np.abs(array).max()
 
 
 @sizes(2, 3)

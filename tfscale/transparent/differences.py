@@ -86,9 +86,9 @@ def find_differences(
         if value.kind == "gradient":
             allowed += min(1e3 * epsilon, 0.01) * largest
         allowed += 64 * epsilon * _magnitude(value.array)
-        jumps = [_magnitude(other_run[key].array - value.array) for other_run in nudged]
-        allowed += _MARGIN * max(jumps, default=0.0)
         with np.errstate(invalid="ignore"):  # infinite values
+            jumps = [_magnitude(other_run[key].array - value.array) for other_run in nudged]
+            allowed += _MARGIN * max(jumps, default=0.0)
             distance = np.abs(value.array.astype(np.float64) - other.array.astype(np.float64))
         are_equal = ~(np.isfinite(value.array) | np.isfinite(other.array))
         if not np.all(are_equal | (distance <= allowed)):

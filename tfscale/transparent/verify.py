@@ -468,6 +468,7 @@ class _Trial:
     def _nudge(
         self, generator: np.random.Generator, handles: Sequence[Any], values: Sequence[tf.Tensor]
     ) -> None:
+        """Change the model's weights, whose values are given, by some rounding errors."""
         weights = {id(raw_variable(v).handle) for v in self.model.trainable_variables}
         size = _NUDGE * _precision(self.model)
         for (handle, dtype), value in zip(handles, values, strict=True):
