@@ -3,7 +3,8 @@
 Compiling needs MPI's compiler wrapper, a C++17 compiler and the TensorFlow that will be used, so it
 happens only without build isolation (`pip install --no-build-isolation .`). Otherwise the package
 is pure Python, and `tfscale run` compiles the library at its first use. A wheel gets libraries that
-are compiled already, in folders of TFSCALE_LIBRARIES: see tools/build_wheel.py.
+are compiled already, in folders of TFSCALE_LIBRARIES, and the tag TFSCALE_PLATFORM of the systems
+on which they load: see tools/build_wheel.py.
 """
 
 import functools
@@ -62,9 +63,7 @@ class BuildNative(build_py):
             text = "tfscale: its library will be compiled at the first use, not now."
             self.announce(f"{text} {missing()}", level=3)
         else:
-            import_bare("tfscale.native.compiler").build(
-                package / "_lib", ROOT / "build" / "native"
-            )
+            import_bare("tfscale.native.cache").build(package / "_lib", ROOT / "build" / "native")
 
 
 class NativeDistribution(Distribution):
@@ -81,6 +80,7 @@ class NativeWheel(bdist_wheel):
     def get_tag(self):
         """Return the wheel's tag."""
         python, abi, platform = super().get_tag()
+        platform = os.environ.get("TFSCALE_PLATFORM", platform)
         return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 
 

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "comm/engine.h"
@@ -40,9 +41,24 @@ std::unique_ptr<tfscale::MpiEnv>& PendingEnv() {
   return env;
 }
 
+// The communicator of an integer handle, as mpi4py's py2f gives it. Where handles are integers
+// (MPICH), nothing is asked of a later library.
+template <typename Comm>
+Comm FromInteger(int handle) {
+  if constexpr (std::is_integral_v<Comm>) {
+    return handle;
+  } else {
+#if MPI_VERSION >= 5
+    return MPI_Comm_fromint(handle);
+#else
+    return MPI_Comm_f2c(static_cast<MPI_Fint>(handle));
+#endif
+  }
+}
+
 MPI_Comm Parent(int fortran_comm) {
   if (!PendingEnv()) PendingEnv() = std::make_unique<tfscale::MpiEnv>();
-  return fortran_comm == -1 ? MPI_COMM_WORLD : MPI_Comm_f2c(static_cast<MPI_Fint>(fortran_comm));
+  return fortran_comm == -1 ? MPI_COMM_WORLD : FromInteger<MPI_Comm>(fortran_comm);
 }
 
 }  // namespace

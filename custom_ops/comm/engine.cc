@@ -1,9 +1,10 @@
 #include "comm/engine.h"
 
+#include <condition_variable>
 #include <exception>
-#include <future>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -27,6 +28,26 @@ std::shared_ptr<Engine>& Instance() {
                   "' on rank 0 and '" + other + "' on rank " + std::to_string(rank) +
                   ". Call it with the same arguments, in the same order, on every rank.");
 }
+
+// A status that another thread sets once. std::promise needs the C++ library of GCC 11.
+class Answer {
+ public:
+  void Set(const Status& status) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    status_ = status;
+    is_set_.notify_one();
+  }
+  Status Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    is_set_.wait(lock, [this] { return status_.has_value(); });
+    return *status_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable is_set_;
+  std::optional<Status> status_;  // guarded by mutex_
+};
 
 // Until the process ends.
 void Keep(std::unique_ptr<Scheduler> scheduler) {
@@ -111,19 +132,19 @@ void Engine::GiveUpWaiting(int plan) {
 
 void Engine::RunOnCommThread(const std::function<void()>& command) {
   if (getpid() != process_) throw CommError(WhyForked());
-  auto result = std::make_shared<std::promise<void>>();
-  std::future<void> future = result->get_future();
+  auto answer = std::make_shared<Answer>();
   WorkQueue::Item item;
-  item.command = [command, result] {
+  item.command = [command, answer] {
     try {
       command();
-      result->set_value();
-    } catch (...) {
-      result->set_exception(std::current_exception());
+      answer->Set(Status::Ok());
+    } catch (const std::exception& error) {
+      answer->Set(Status::Failed(error.what()));
     }
   };
   if (!queue_.Push(item)) throw CommError("tfscale has been shut down.");
-  future.get();
+  const Status status = answer->Wait();
+  if (!status.ok()) throw CommError(status.message);
 }
 
 std::vector<std::string> Engine::GatherTexts(const std::string& name, const std::string& text) {
@@ -145,11 +166,10 @@ std::vector<std::string> Engine::GatherTexts(const std::string& name, const std:
       });
   task.operation->KeepAlive(texts);
   task.name = name;
-  auto ended = std::make_shared<std::promise<Status>>();
-  task.done = [ended](const Status& status) { ended->set_value(status); };
-  std::future<Status> future = ended->get_future();
+  auto ended = std::make_shared<Answer>();
+  task.done = [ended](const Status& status) { ended->Set(status); };
   Submit(std::move(task));
-  const Status status = future.get();
+  const Status status = ended->Wait();
   if (!status.ok()) throw CommError(status.message);
   std::vector<std::string> every;
   size_t begin = 0;

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,9 +13,8 @@ StatusFile::StatusFile(const char* path) {
   if (path == nullptr || *path == '\0') return;
   const int file = open(path, O_RDWR | O_CLOEXEC);
   if (file < 0) return;
-  struct stat status{};
   // Beyond its end a mapping must not be touched.
-  if (fstat(file, &status) == 0 && status.st_size >= static_cast<off_t>(kBytes)) {
+  if (lseek(file, 0, SEEK_END) >= static_cast<off_t>(kBytes)) {
     void* map = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (map != MAP_FAILED) map_ = static_cast<char*>(map);
   }

@@ -2,13 +2,13 @@
 #ifndef TFSCALE_COMM_WORK_QUEUE_H_
 #define TFSCALE_COMM_WORK_QUEUE_H_
 
-#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <utility>
 #include <vector>
 
 #include "comm/task.h"
+#include "comm/wake_up.h"
 
 namespace tfscale {
 
@@ -30,7 +30,7 @@ class WorkQueue {
   std::vector<Item> Take(std::chrono::microseconds wait) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (wait.count() > 0 && items_.empty()) {
-      wake_.wait_for(lock, wait, [this] { return !items_.empty(); });
+      wake_.WaitFor(lock, wait, [this] { return !items_.empty(); });
     }
     return std::exchange(items_, {});
   }
@@ -43,12 +43,12 @@ class WorkQueue {
       items_.push_back(std::move(item));
       is_closed_ = is_last;
     }
-    wake_.notify_one();
+    wake_.NotifyOne();
     return true;
   }
 
   std::mutex mutex_;
-  std::condition_variable wake_;
+  WakeUp wake_;
   std::vector<Item> items_;  // guarded by mutex_
   bool is_closed_ = false;   // guarded by mutex_
 };

@@ -13,8 +13,9 @@ import tfscale
 from tfscale.comm import runtime
 from tfscale.comm.backends.horovod import is_installed, load_horovod
 from tfscale.config import ExchangeError
-from tfscale.native.cache import find_library
-from tfscale.native.compiler import ceiling, find_toolchain, is_untested, tested
+from tfscale.native import mpi_library
+from tfscale.native.cache import built_for, find_library
+from tfscale.native.compiler import ENGINE, ceiling, find_toolchain, is_untested, tested
 
 logger = logging.getLogger("tfscale")
 
@@ -62,7 +63,8 @@ def mpi_built() -> bool:
         True
     """
     try:
-        return bool(find_library() or find_toolchain())
+        soname = mpi_library.find(built_for=built_for()).soname
+        return bool(find_library(ENGINE, soname) or find_toolchain())
     except (ExchangeError, OSError):
         return False
 

@@ -26,6 +26,7 @@ from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
 from tfscale.launcher.restarting import Job, RestartRule
 from tfscale.native import cache as library
+from tfscale.native import mpi_library
 from tfscale.native.cores import count_cores
 from tfscale.transparent.__main__ import add_options_of_distribute
 from tfscale.tune import add_tune
@@ -247,7 +248,8 @@ def _prepare_library(
     given = {**environ, **(spec.environment or {})}
     is_engine = given.get(variable_name("backend"), "") in ("", "auto", "engine")
     if spec.size > 1 and is_engine and not mpi_command.has_other_hosts(spec, given):
-        library.prepare_library(mpi.kind if mpi else "")
+        chosen = mpi_library.find(mpi.kind if mpi else "", library.built_for())
+        library.prepare_libraries(chosen)
 
 
 def _show(job: Job, spec: mpi_command.LaunchSpec) -> str:

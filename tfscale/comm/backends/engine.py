@@ -32,7 +32,8 @@ from tfscale.comm.backends.slots import Slots
 from tfscale.comm.software import versions
 from tfscale.config import ExchangeError, Settings, environment, require
 from tfscale.internals.keras import by_device, raw_variable
-from tfscale.native.cache import PACKAGED, prepare_library
+from tfscale.native import mpi_library
+from tfscale.native.cache import Libraries, built_for, digests, prepare_libraries
 from tfscale.native.cores import find_quota, share_of_cores
 from tfscale.plan.segments import SegmentedBucket
 
@@ -108,14 +109,18 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class Library:
-    """The loaded library: `ops` are TensorFlow's wrappers of its ops, `call` its C functions."""
+    """The loaded libraries: `ops` are TensorFlow's wrappers of its ops, `call` the C functions."""
 
-    def __init__(self, path: str) -> None:
-        """Load the library; raises ExchangeError with the loader's text where that fails."""
+    def __init__(self, libraries: Libraries) -> None:
+        """Load the libraries; raises ExchangeError with the loader's text where that fails.
+
+        Each finds the one before it by its soname: the engine MPI, the ops the engine.
+        """
         self._functions = {}
         try:
-            self.ops = tf.load_op_library(path)
-            functions = ctypes.CDLL(path)
+            ctypes.CDLL(libraries.mpi.path)
+            functions = ctypes.CDLL(str(libraries.engine))
+            self.ops = tf.load_op_library(str(libraries.ops))
             for name, (result, arguments) in _SIGNATURES.items():
                 function = getattr(functions, f"tfscale_{name}")
                 function.restype, function.argtypes = result, arguments
@@ -136,19 +141,23 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Return the library of this installation, loaded once; it is compiled if there is none."""
+    """Return the libraries of this installation, loaded once; what is missing is compiled."""
     launch = process.discover(environment())
     kind = launch.launcher if launch else ""
     who = f"rank {launch.rank} (host {socket.gethostname()})" if launch else ""
-    path = prepare_library(kind, who)
+    mpi = mpi_library.locate(kind, built_for())
+    libraries = prepare_libraries(mpi, who)
     try:
-        return Library(str(path))
+        library = Library(libraries)
     except ExchangeError as error:
-        # One that comes with the package may need later system libraries than this host has.
-        if not (path.is_relative_to(PACKAGED) and isinstance(error.__cause__, tf.errors.OpError)):
+        # One that was compiled elsewhere may need later system libraries than this host has.
+        if isinstance(error.__cause__, AttributeError):
             raise
-        logger.info("The library in the package does not load here. %s", error.__cause__)
-        return Library(str(prepare_library(kind, who, is_packaged=False)))
+        logger.info("%s does not load here: %s", libraries.places(), error.__cause__)
+        libraries = prepare_libraries(mpi, who, digests(libraries))
+        library = Library(libraries)
+    logger.info("Loaded %s.", libraries.places())
+    return library
 
 
 def show_on_signal() -> int:
