@@ -51,7 +51,7 @@ train: build
 	@$(BIN)/tfscale run -np $(NP) $(BIN)/python $(SCRIPT) --data $(DATA) $(ARGS)
 
 # After `build`, which the wheel shares its objects with: make -j must not compile both at once.
-# One wheel for several TensorFlow versions: make wheel TF="2.18 2.21"
+# One wheel for several MPIs and TensorFlow versions, as an index takes it: make wheel TF="2.20 2.21"
 wheel: build
 	@rm -rf build/lib build/lib.* build/bdist.* dist
 ifdef TF
@@ -59,7 +59,7 @@ ifdef TF
 else
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .
 endif
-	@$(BIN)/python -m zipfile -l dist/tfscale-*.whl | grep libtfscale.so > /dev/null
+	@$(BIN)/python -m zipfile -l dist/tfscale-*.whl | grep libtfscale_ops.so > /dev/null
 
 # A few minutes: what most mistakes show in. Unit tests side by side, then what needs ranks of its own.
 test: build

@@ -1,4 +1,4 @@
-"""Build the shared library in a checkout without importing the package or TensorFlow here."""
+"""Build the shared libraries in a checkout without importing the package or TensorFlow here."""
 
 import importlib
 import sys

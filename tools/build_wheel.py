@@ -3,8 +3,8 @@
     python tools/build_wheel.py 2.20 2.21
 
 There is an engine for each ABI of MPI, and the ops for each TensorFlow. MPIs and TensorFlows are
-installed into environments of their own (build/wheel/NAME). The wheel's tag, such as
-manylinux_2_28, follows from the newest symbol of glibc and the C++ library that a file needs.
+installed into environments of their own (build/wheel/NAME). The wheel is tagged manylinux_2_28,
+which each library is checked for.
 """
 
 from __future__ import annotations

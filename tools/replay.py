@@ -282,12 +282,12 @@ def _provide_library(tree: Path, commit: str) -> None:
 
 
 def _copy_library(source: Path, target: Path) -> bool:
-    """Copy the folder of the built library to the same place of another tree, if there is one."""
-    for library in (source / "tfscale").rglob("libtfscale.so"):
+    """Copy the folders of built libraries to the same places of another tree, if there are any."""
+    libraries = list((source / "tfscale").rglob("libtfscale*.so"))
+    for library in libraries:
         place = library.parent.relative_to(source)
         shutil.copytree(library.parent, target / place, dirs_exist_ok=True)
-        return True
-    return False
+    return bool(libraries)
 
 
 def _fits(tree: Path) -> bool:

@@ -262,7 +262,7 @@ def test_doctor_without_mpi_or_library(monkeypatch, capsys):
     failing = mock.Mock(side_effect=doctor.ExchangeError("no library"))
     monkeypatch.setattr(doctor.mpi_command, "find_mpi", lambda: None)
     monkeypatch.setattr(doctor.compiler, "find_tool", lambda name: None)
-    monkeypatch.setattr(doctor.library, "prepare_library", failing)
+    monkeypatch.setattr(doctor.mpi_library, "find", failing)
     monkeypatch.setattr(doctor, "check_gpus", lambda timeout_s: doctor.Check("gpus", "info", "0"))
     assert cli.main(["doctor", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)

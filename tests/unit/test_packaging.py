@@ -17,6 +17,7 @@ import pytest
 
 from tests.helpers.environment import QUIET
 from tests.helpers.sources import MODULES, imported_names
+from tfscale.native import compiler
 
 ROOT = Path(__file__).parents[2]
 SUM = """
@@ -26,6 +27,23 @@ import tfscale
 tfscale.init()
 total = float(tfscale.allreduce(1.0, op=tfscale.Sum))
 sys.stdout.write(f"sum {total}\\n")
+"""
+TRAIN = """
+import logging
+import sys
+
+logging.basicConfig(level=logging.INFO)  # one line says what is loaded
+import keras
+import numpy as np
+
+import tfscale
+
+tfscale.init()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+data = tfscale.data.GlobalBatches(np.ones((32, 2)), np.ones((32, 1)), batch_size=4)
+history = model.fit(data, epochs=4, verbose=0, callbacks=[tfscale.callbacks.Synchronize()])
+sys.stdout.write(f"trained, with loss {history.history['loss'][-1]:.2f}\\n")
 """
 PACKED = ("BUILD", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")
 
@@ -71,18 +89,27 @@ def test_a_wheel_without_compiler_and_mpi_has_the_sources(pure_wheel):
     assert not [name for name in names if name.endswith(".so")]
 
 
-def test_a_wheel_of_several_tensorflow_versions_has_a_library_for_each(pure_wheel, tmp_path):
-    folders = {f"tensorflow-{version}" for version in ("2.18", "2.21")}
-    for folder in folders:
-        (tmp_path / "libraries" / folder).mkdir(parents=True)
-        (tmp_path / "libraries" / folder / "libtfscale.so").touch()
-    environ = {**os.environ, "TFSCALE_LIBRARIES": str(tmp_path / "libraries")}
+def wheel_with(libraries, pure_wheel, folder):
+    """A wheel with libraries that are compiled already, as tools/build_wheel.py makes it."""
+    given = {"TFSCALE_LIBRARIES": str(libraries), "TFSCALE_PLATFORM": "manylinux_2_28_x86_64"}
     source = pure_wheel.parents[1] / "source"
-    setup(source, "bdist_wheel", "-d", str(tmp_path / "dist"), env=environ)
-    (wheel,) = (tmp_path / "dist").iterdir()
-    assert "-py3-none-linux_" in wheel.name
+    setup(source, "bdist_wheel", "-d", str(folder / "dist"), env={**os.environ, **given})
+    (wheel,) = (folder / "dist").iterdir()
+    return wheel
+
+
+def test_a_wheel_for_several_mpis_and_tensorflow_versions_has_a_library_for_each(
+    pure_wheel, tmp_path
+):
+    files = {f"ops-{version}/libtfscale_ops.so" for version in ("2.18", "2.21")}
+    files |= {f"engine-libmpi.so.{number}/libtfscale_engine.so" for number in (12, 40)}
+    for file in files:
+        (tmp_path / "libraries" / file).parent.mkdir(parents=True)
+        (tmp_path / "libraries" / file).touch()
+    wheel = wheel_with(tmp_path / "libraries", pure_wheel, tmp_path)
+    assert wheel.name.endswith("-py3-none-manylinux_2_28_x86_64.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"tfscale/_lib/{folder}/libtfscale.so" for folder in folders} <= set(names)
+    assert {f"tfscale/_lib/{file}" for file in files} <= set(names)
     assert "tfscale/_lib/custom_ops/comm/engine.cc" in names
 
 
@@ -136,17 +163,24 @@ def environment(folder):
     return own
 
 
+def install(wheel, folder):
+    """Install a wheel into an environment that sees the packages of this one; return its Python."""
+    environment(folder)
+    python = folder / "venv" / "bin" / "python"
+    words = ["install", "-q", "--no-deps", "--no-index", str(wheel)]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), *words]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(pip, cwd=folder, env=environ, check=True)
+    return python
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tmp_path):
     """As a new user: TensorFlow and MPI are there, seen through a path file, and a compiler."""
     environ = {**os.environ, **QUIET, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environ.pop("PYTHONPATH", None)
-    environment(tmp_path)
-    python = tmp_path / "venv" / "bin" / "python"
-    words = ["install", "-q", "--no-deps", "--no-index", str(pure_wheel)]
-    pip = [sys.executable, "-m", "pip", "--python", str(python), *words]
-    subprocess.run(pip, cwd=tmp_path, env=environ, check=True)
+    python = install(pure_wheel, tmp_path)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "train.py").write_text(SUM)
     told = []
@@ -164,8 +198,41 @@ def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tm
         told.append(done.stderr)
     assert "once on this machine: about " in told[0] and "tfscale: compiled in " in told[0]
     assert "compiling the library" not in told[1]
-    (library,) = (tmp_path / "cache" / "tfscale").glob("*/libtfscale.so")
-    assert library.parent.stat().st_mode & 0o777 == 0o700
+    libraries = list((tmp_path / "cache" / "tfscale").glob("*/libtfscale_*.so"))
+    assert [path.parent.stat().st_mode & 0o777 for path in libraries] == [0o700] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_installed_wheel_with_libraries_trains_where_no_compiler_is(pure_wheel, tmp_path):
+    """With the libraries of this checkout: an engine for its MPI, and ops for its TensorFlow."""
+    libraries = tmp_path / "libraries"
+    shutil.copytree(
+        compiler.PACKAGE / "_lib", libraries, ignore=shutil.ignore_patterns("custom_ops")
+    )
+    python = install(wheel_with(libraries, pure_wheel, tmp_path), tmp_path)
+    (tmp_path / "tools").mkdir()
+    for name in ("env", "sh"):
+        (tmp_path / "tools" / name).symlink_to(shutil.which(name))
+    environ = {**os.environ, **QUIET, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environ |= {"PATH": f"{python.parent}:{tmp_path / 'tools'}"}
+    environ.pop("PYTHONPATH", None)
+    for name in ("g++", "c++", "mpicxx"):
+        assert shutil.which(name, path=environ["PATH"]) is None
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "train.py").write_text(TRAIN)
+    done = subprocess.run(
+        [python.with_name("tfscale"), "run", "-np", "2", "python", "train.py"],
+        cwd=tmp_path / "work",
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"trained, with loss \d", done.stdout) == ["trained, with loss 0"] * 2
+    assert re.search(rf"{tmp_path}/venv/\S+/_lib/engine-\S+/libtfscale_engine.so", done.stderr)
+    assert "compiling the" not in done.stderr and not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_library_of_another_mpi_is_built_by_its_wrapper(monkeypatch, capsys):
 
     def build(output_dir, build_dir, mpicxx):
         asked.append(mpicxx)
-        return output_dir / "libtfscale.so"
+        return output_dir / "libtfscale_engine.so", output_dir / "libtfscale_ops.so"
 
     monkeypatch.setattr(library, "build", build)
     (command,) = (c for c in WHERE if "--mpicxx" in c)

@@ -1,1 +1,1 @@
-"""The native library and its host: found, compiled and cached; cores, and files that MPI leaves."""
+"""The native libraries: found, compiled and cached; MPI's library and files; cores of the host."""
