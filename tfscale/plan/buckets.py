@@ -101,7 +101,7 @@ def group_buckets(
     if len(chosen) < sum(map(len, groups)):
         raise PlanError("A variable must be in one group only. Received: groups that overlap.")
     alone = [[i] for i in range(len(specs)) if i not in chosen]
-    buckets = []
+    buckets: list[Bucket] = []
     for group in [*map(list, groups), *alone]:
         for dtype in {specs[i].dtype for i in group}:
             own = sorted((i for i in group if specs[i].dtype == dtype), reverse=True)
