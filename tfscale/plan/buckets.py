@@ -24,7 +24,7 @@ _AUTO_LEAST = 1024 * 1024
 _AUTO_MOST = 16 * 1024 * 1024
 # One message is one op with an output for each tensor, and TensorFlow infers the shapes of all
 # outputs again for each: with 1,000 tensors that alone takes 50 s (grappler's tfg_optimizer).
-_MOST_TENSORS = 64
+_MOST_TENSORS = 128
 
 
 # How the gradient of a variable is exchanged.
@@ -94,7 +94,7 @@ def group_buckets(
     """Turn groups of positions in `specs` into buckets, in the order in which they become ready.
 
     Each spec is in exactly one bucket: gradients in no group are sent alone, and a group of several
-    dtypes is split by dtype, one of more than 64 tensors by their number. Groups that overlap are
+    dtypes is split by dtype, one of more than 128 tensors by their number. Groups that overlap are
     a PlanError.
     """
     chosen = {index for group in groups for index in group}
