@@ -1,5 +1,6 @@
 // Memory, threads, the way to the communication thread, and the log of events.
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <set>
 #include <thread>
@@ -158,6 +159,38 @@ TEST(NothingFollowsTheLastItem) {
   CHECK_TRUE(!queue.Push(late));
   CHECK_TRUE(late.command != nullptr);
   CHECK_EQ(queue.Take(std::chrono::microseconds(0)).size(), size_t{1});
+}
+
+// A minute passes only if a call has not woken the wait; each is pushed after one has been taken.
+TEST(APushEndsTheWaitOfTake) {
+  using std::chrono::steady_clock;
+  WorkQueue queue;
+  constexpr int kItems = 200;
+  std::atomic<int> n_taken{0};
+  const steady_clock::time_point start = steady_clock::now();
+  std::thread pusher([&] {
+    for (int i = 0; i < kItems; ++i) {
+      while (n_taken.load() < i) std::this_thread::yield();
+      WorkQueue::Item item;
+      item.command = [&n_taken] { ++n_taken; };
+      CHECK_TRUE(queue.Push(item));
+    }
+  });
+  while (n_taken.load() < kItems) {
+    for (WorkQueue::Item& item : queue.Take(std::chrono::minutes(1))) item.command();
+  }
+  pusher.join();
+  CHECK_TRUE(steady_clock::now() - start < std::chrono::minutes(1));
+}
+
+TEST(TakeWaitsAsLongAsItIsTold) {
+  WorkQueue queue;
+  // Over the end of a second, too, wherever in it the first wait starts.
+  for (int ms : {0, 1, 300, 400, 400}) {
+    const auto start = std::chrono::steady_clock::now();
+    CHECK_TRUE(queue.Take(std::chrono::milliseconds(ms)).empty());
+    CHECK_TRUE(std::chrono::steady_clock::now() - start >= std::chrono::milliseconds(ms));
+  }
 }
 
 }  // namespace tfscale

@@ -64,7 +64,7 @@ def test_the_mpi_of_mpi4py_comes_before_all_others(mpis):
 def test_another_mpi_that_is_in_use_is_an_error_that_names_both(mpis):
     mpich, _, used = mpis
     told = locate(loaded=used, own=mpich)
-    assert told.startswith("ConfigError One process can use one MPI. Received: ")
+    assert told.startswith("ConfigError Two MPIs cannot be used in one process. Received: ")
     assert f"{used}, which has been initialised, and {mpich} (libmpi.so.12" in told
 
 

