@@ -172,3 +172,23 @@ def test_a_rank_that_is_not_named_is_told():
     assert result.exit_code not in (0, None)
     text = "Only the ranks named in comm may call init. Received: comm=[0] on rank 1"
     assert text in result.output
+
+
+ORDERS = {
+    "mpi4py first": "from mpi4py import MPI\nimport tfscale\ntfscale.init()\n",
+    "tfscale first": "import tfscale\ntfscale.init()\nfrom mpi4py import MPI\n",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_process_has_one_mpi_whether_mpi4py_or_tfscale_comes_first(order):
+    check = """
+        from tfscale.native import mpi_library
+        (path,) = mpi_library._mapped()
+        assert mpi_library.locate().path == path
+        assert MPI.COMM_WORLD.rank == tfscale.rank() and MPI.COMM_WORLD.size == tfscale.size() == 2
+        assert float(tfscale.allreduce(1.0, op=tfscale.Sum)) == 2
+        print('DONE', flush=True)
+    """
+    result = launch_script(2, ORDERS[order] + textwrap.dedent(check), LIMIT_S)
+    assert (result.exit_code, result.output.count("DONE")) == (0, 2), result.output
