@@ -218,7 +218,7 @@ class Checkpoint(Callback):
         if self._reader is not None:  # no epoch has begun
             if not is_built(self.model):
                 raise ConfigError(
-                    "A model must be built where nothing is left to train. Received: "
+                    "model must be built, as no training is left. Received: "
                     f"model={self.model.name!r} and a checkpoint of the end of training. "
                     f"{how_to_build(self.model)}"
                 )

@@ -137,8 +137,8 @@ class EpochMeasures:
 def _loss(logs: dict[str, Any] | None) -> float:
     if logs is None or "loss" not in logs:
         raise ConfigError(
-            "The training loss must be in the logs. Received: "
-            f"logs={sorted(logs or {})}. Let train_step return 'loss'."
+            f"logs must hold the training loss. Received: logs={sorted(logs or {})}. Let "
+            "train_step return 'loss'."
         )
     return float(logs["loss"])
 

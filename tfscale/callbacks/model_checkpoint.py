@@ -160,7 +160,7 @@ def agree_on_saves(session: FitSession) -> None:
     every = objects.allgather_object((swaps, own), "callbacks that save", process_set)
     if sharing and any(rank_swaps for rank_swaps, _ in every):
         raise ConfigError(
-            "Averages of sharded parameters are held in parts. Received: SwapEMAWeights. Use "
+            "SwapEMAWeights cannot swap sharded parameters. Received: SwapEMAWeights. Use "
             "ema_overwrite_frequency, or exchange='allreduce'."
         )
     points = [point for _, rank_points in every for point in rank_points]
@@ -190,8 +190,7 @@ def _require_averages_saved(saving: list[Any], swaps: bool) -> None:
     every = objects.allgather_object(text, "callbacks that see groups")
     if any(every):
         raise ConfigError(
-            "Groups that train apart have a common model where epochs end. Received: "
-            f"{next(filter(None, every))}"
+            f"callbacks must save the groups' common model. Received: {next(filter(None, every))}"
         )
 
 

@@ -148,7 +148,7 @@ class ParameterAveraging(BeforeValidation):
         super().on_train_begin(logs)
         if distributed_of(self.model.optimizer) is not None and not runtime.is_single():
             raise ConfigError(
-                "Parameters are averaged where ranks train on their own. Received: a "
+                "ParameterAveraging needs ranks that train on their own. Received: a "
                 "DistributedOptimizer, which keeps the ranks equal. Compile with the Keras "
                 "optimizer itself, or remove ParameterAveraging."
             )

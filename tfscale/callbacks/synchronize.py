@@ -200,8 +200,8 @@ def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
     """
     if model is None:
         raise ConfigError(
-            "TensorFlow 2 has no global variables. Received: model=None. Pass model=..., or give "
-            "fit a tfscale.callbacks.Synchronize()."
+            "model must be a Keras model. Received: model=None. Pass model=..., or give fit a "
+            "tfscale.callbacks.Synchronize()."
         )
     _broadcast(model, root_rank)
 

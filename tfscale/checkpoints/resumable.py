@@ -98,8 +98,8 @@ def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: i
     given = [kind_of(callback) for callback in own]
     if sorted(given) != sorted(written):
         raise ConfigError(
-            f"A resumed run must have the same callbacks. Received: {given}; the checkpoint "
-            f"has the states of {written}. Pass the same callbacks, or another directory."
+            f"callbacks must be those of the checkpoint. Received: {given}; the checkpoint has "
+            f"the states of {written}. Pass the same callbacks, or another directory."
         )
     is_same_size, epoch = len(parts) == runtime.size(), parts[0].info["position"]["epoch"]
     for kind, callback in zip(given, own, strict=True):

@@ -69,12 +69,12 @@ class Saver:
             with contextlib.suppress(OSError):
                 mark.unlink()
         if errors:
-            need, way = "a directory that rank 0 can write to", "Pass another folder."
+            need, way = "one that rank 0 can write to", "Pass another folder."
             if self.is_shared:
-                need = "a directory that all ranks write to and read from"
+                need = "one that all ranks write to and read from"
                 way = "Pass a folder that all ranks share, or shared=False: rank 0 writes for all."
             raise ConfigError(
-                f"Checkpoints need {need}. Received: {str(self.directory)!r}, {errors[0]}. {way}"
+                f"directory must be {need}. Received: {str(self.directory)!r}, {errors[0]}. {way}"
             )
 
     def newest_sound(self) -> list[files.Part] | None:
@@ -116,9 +116,9 @@ class Saver:
         if damaged:
             reasons = "; ".join(f"{path.name}: {error}" for path, error in damaged)
             raise ConfigError(
-                "A run resumes from an undamaged checkpoint. Received: "
-                f"{str(self.directory)!r} with damaged ones only: {reasons}. Remove them, or pass "
-                "another directory, to start over."
+                f"No checkpoint to resume from is intact. Received: {str(self.directory)!r} with "
+                f"damaged ones only: {reasons}. Remove them, or pass another directory, to start "
+                "over."
             )
         return None
 
@@ -166,12 +166,12 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
-        need = "Each rank must write its part" if self.is_shared else "Rank 0 must write all parts"
+        fault = "Could not write" if self.is_shared else "rank 0 could not write"
 
         def describe(errors: str) -> ExchangeError:
             return ExchangeError(
-                f"{need} of a checkpoint. Received: {errors}. The checkpoints before are still "
-                "there. Make room, then start the job again."
+                f"{fault} parts of a checkpoint. Received: {errors}. Earlier checkpoints are "
+                "still there. Make room, then start the job again."
             )
 
         objects.raise_together(self.wait(), describe, "parts of a checkpoint")
@@ -210,9 +210,9 @@ def _require_readable(path: Path, errors: list[str]) -> None:
     """Raise if there are errors: with an older checkpoint than the newest, steps would be lost."""
     if errors:
         raise ConfigError(
-            f"All ranks must be able to read a checkpoint. Received: {str(path)!r}, "
-            f"{errors[0]}. It may be sound, and nothing was changed: mend this, or move it away, "
-            "then start again."
+            f"Could not read a checkpoint on all ranks. Received: {str(path)!r}, {errors[0]}. It "
+            "may be sound, and nothing was changed: mend this, or move it away, then start "
+            "again."
         )
 
 

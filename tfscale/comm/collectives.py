@@ -31,7 +31,7 @@ def call_of(process_set: ProcessSet, what: str, name: str | None = None) -> Call
     group = process_set.group()
     if group.rank < 0:
         raise eager.ArgumentExchangeError(
-            f"Only members of a process set may call {what}. Received: a call on rank "
+            f"{what} needs a member of the process set. Received: a call on rank "
             f"{runtime.rank()}, which is not in {list(group.ranks)}. Guard it with "
             "process_set.included()."
         )
@@ -118,8 +118,8 @@ def _warn_once(gradient: str | None, what: str, size: int) -> None:
 def _require_sum(reduction: Reduction) -> None:
     if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
-            "Only sums and averages have a gradient. Received: "
-            f"op={reduction.op.name.capitalize()}. Use Sum or Average."
+            "op must be Sum or Average for gradients. Received: "
+            f"op={reduction.op.name.capitalize()}."
         )
 
 
@@ -474,8 +474,8 @@ def _alltoall(value: tf.Tensor, parts: tf.Tensor, call: Call) -> tuple[tf.Tensor
 def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
     if value.shape.rank == 0 or (value.shape[0] is not None and value.shape[0] % size):
         raise eager.ArgumentConfigError(
-            f"Without splits the rows must be a multiple of the {size} ranks. "
-            f"Received: shape={value.shape}. Pass splits."
+            f"splits must be given unless the {size} ranks divide the rows. Received: "
+            f"shape={value.shape}. Pass splits."
         )
     return tf.repeat(tf.shape(value, tf.int64)[:1] // size, size)
 
@@ -619,7 +619,7 @@ def allreduce_sparse(
     """
     if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
-            "Sparse tensors can be summed or averaged. Received: "
+            "sparse tensors need op=Sum or Average. Received: "
             f"op={reduction.op.name.capitalize()}. Use sparse_as_dense=True."
         )
     runtime.require_reducible([slices.values])

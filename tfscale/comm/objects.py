@@ -40,8 +40,8 @@ def _require_sent(objects: Iterable[tuple[int, Any]]) -> None:
     for rank, obj in objects:
         if isinstance(obj, _Failure):
             raise ExchangeError(
-                f"Objects must be picklable. Received: on rank {rank} one that is not: {obj.text}. "
-                "Use functions and classes that are defined in a module."
+                f"rank {rank} gave an object that is not picklable. Received: {obj.text}. Use "
+                "functions and classes that are defined in a module."
             )
 
 

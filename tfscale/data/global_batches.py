@@ -231,9 +231,9 @@ class GlobalBatches(keras.utils.PyDataset):
         """
         if state["samples"] != self.samples:
             raise ConfigError(
-                "The state must come from the same data. Received: "
-                f"state['samples']={state['samples']}, samples={self.samples}. "
-                "Train without the state, or with its data."
+                "state must come from the same data. Received: "
+                f"state['samples']={state['samples']}, samples={self.samples}. Train without the "
+                "state, or with its data."
             )
         self._seed = check_integer("seed", state["seed"], 0)
         self._number = check_integer("epoch", state["epoch"], 0)
@@ -417,9 +417,9 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
             data.restore({**state, "batch_size": own})
             return
         raise ConfigError(
-            "A resumed epoch keeps its batches. Received: "
-            f"batch_size={state['batch_size']} in the checkpoint. {error} Start with a number of "
-            "ranks that divides it, or move this checkpoint away."
+            f"batch_size must stay in an epoch. Received: batch_size={state['batch_size']} in "
+            f"the checkpoint. {error} Start with a number of ranks that divides it, or move this "
+            "checkpoint away."
         ) from error
 
 

@@ -78,7 +78,7 @@ class Chunked(Exchange):
             require(fits, name, f"{least} or more, or {word!r}", value)
         if self.first_chunk_from is not None and self.first_chunk_layers != "auto":
             raise ConfigError(
-                "Chunk 1 begins at a named layer or has a number of layers. Received: "
+                "first_chunk_from excludes first_chunk_layers. Received: "
                 f"first_chunk_from={self.first_chunk_from!r}, "
                 f"first_chunk_layers={self.first_chunk_layers}. Leave one of them out."
             )
@@ -100,7 +100,7 @@ class Chunked(Exchange):
         # With "auto" a user cannot know how many layers are left to count.
         if 1 < len(owners) <= n_first and self.replicated_dense != "auto":
             raise PlanError(
-                f"Chunk 1 must leave layers for the others. Received: first_chunk_layers={n_first} "
+                f"first_chunk_layers must leave a layer. Received: first_chunk_layers={n_first} "
                 f"of the {len(owners)} layers that send gradients: {', '.join(owners)}. Layers "
                 "without variables and replicated layers do not count. Name the first layer of "
                 f"chunk 1, for example first_chunk_from={owners[len(owners) // 2]!r}."
@@ -138,8 +138,8 @@ class Chunked(Exchange):
         n_chosen = len(layers) if self.replicated_dense == "auto" else self.replicated_dense
         if len(layers) < n_chosen:
             raise PlanError(
-                f"The model must have {n_chosen} Dense layers. Received: {len(layers)}. "
-                f"Set replicated_dense to {len(layers)} or less."
+                f"replicated_dense needs {n_chosen} Dense layers. Received: {len(layers)}. Set "
+                f"it to {len(layers)} or less."
             )
         reasons = [layer.why_not or self._why_dear(layer, size) for layer in layers[:n_chosen]]
         kinds: list[tuple[Kind, str]] = [

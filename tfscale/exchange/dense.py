@@ -231,8 +231,8 @@ def use_of(variable: Any) -> Kind:
         inner = f"in a tf.function within {graph.name}; take the decorator off"
         mixed = "with training=True and without; pass training=True wherever its gradient is taken"
         raise PlanError(
-            "A layer that exchanges activations must be called with training=True, in the function "
-            f"that applies its gradient. Received: {variable.path} used "
+            f"{variable.path} exchanges activations: its layer must be called with "
+            "training=True, where its gradient is applied. Received: use "
             f"{inner if _INNER in uses else mixed}, or let dense layers exchange weights: "
             "Chunked(replicated_dense=0), Sharded(dense='weights')."
         )
@@ -258,10 +258,10 @@ def require_own(gradient: Any, variable: Any) -> None:
         made_of = _made_of(tensor) if is_of_step else []
         if not made_of:
             raise PlanError(
-                "The gradient of a layer that exchanges activations must be what back-propagation "
-                f"through the layer's own calls has made. Received: for {variable.path}, one to "
-                "which other uses of the variable (a tied layer, a penalty on weights) or the "
-                "train step (clipping) have contributed. Let dense layers exchange weights: "
+                f"{variable.path} exchanges activations: its gradient must come from "
+                "back-propagation through its layer's calls alone. Received: one to which other "
+                "uses of the variable (a tied layer, a penalty on weights) or the train step "
+                "(clipping) have contributed. Let dense layers exchange weights: "
                 "Chunked(replicated_dense=0), Sharded(dense='weights'); or use the optimizer's "
                 "weight_decay, clipnorm or global_clipnorm instead of in the train step."
             )

@@ -244,7 +244,7 @@ class Executor:
             return Reduced(own, list(variables), list(variables), _last_of(own), updates)
         if not variables:
             raise ConfigError(
-                "There must be variables to train. Received: none. Build the model before "
+                "No variables to train. Received: an empty list. Build the model before "
                 "training: call it on a batch, or call tfscale.prepare(model, sample_batch)."
             )
         results = list(gradients)
@@ -342,11 +342,10 @@ class Executor:
         strategy = self.strategy
         if strategy.needs_prepared and not self.dense.is_chosen:
             raise PlanError(
-                "Dense layers must be prepared before they exchange activations. Received: "
-                f"{strategy.needs_prepared} and a step of a model that was not. Call "
-                "tfscale.prepare(model) after compile() when all its layers are built, or give fit "
-                "a tfscale callback. A tape, Sharded within LocalSGD and a model with several "
-                "optimizers need dense layers that exchange weights."
+                f"{strategy.needs_prepared} needs a prepared model. Received: a step of a model "
+                "that was not. Call tfscale.prepare(model) after compile() when all its layers "
+                "are built, or give fit a tfscale callback. A tape, Sharded within LocalSGD and "
+                "a model with several optimizers need dense layers that exchange weights."
             )
         if self.shards is None:
             table = [_parameter(v, own[i], kinds[i]) for i, v in enumerate(base)]
@@ -397,8 +396,8 @@ def _parameter(variable: Any, gradient: Any, kind: Kind) -> Parameter:
     shape = tuple(values.shape if is_known else variable.shape)
     if any(d is None for d in shape):
         raise PlanError(
-            "The shape of a gradient must be known. "
-            f"Received: shape={values.shape} for {name_of(variable)}. Build the model first."
+            f"{name_of(variable)} needs a gradient of known shape. Received: "
+            f"shape={values.shape}. Build the model first."
         )
     dtype = values.dtype.name
     spec = GradientSpec(name_of(variable), tuple(map(int, shape)), dtype)

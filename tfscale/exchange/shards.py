@@ -84,7 +84,7 @@ class Shards:
         """Return the position of a variable."""
         if id(variable) not in self._places:
             raise ConfigError(
-                "An optimizer must be given the variables that it was built for. Received: "
+                "variables must be those that the optimizer was built for. Received: "
                 f"{name_of(variable)}. Compile the model again after changing what is trainable."
             )
         return self._places[id(variable)]

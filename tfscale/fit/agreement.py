@@ -61,10 +61,10 @@ def _require_groups_of_one_optimizer(model: keras.Model) -> None:
     for optimizer in distributed_optimizers(model):
         if optimizer is not first and optimizer.strategy.trains_apart:
             raise ConfigError(
-                "Groups of ranks are averaged for validation, files and the end of fit where "
-                "model.optimizer is the one optimizer that forms them. Received: exchange=LocalSGD "
-                f"of another optimizer, {update_rule(optimizer).name}. Pass it to compile(), or "
-                "use exchange='allreduce'."
+                "exchange=LocalSGD must be that of model.optimizer alone, or groups are not "
+                "averaged for validation, files and the end of fit. Received: that of "
+                f"{update_rule(optimizer).name}. Pass it to compile(), or use "
+                "exchange='allreduce'."
             )
 
 
@@ -114,9 +114,9 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     session.drop_cycles([rank["cycles"] for rank in every])
     if session.has_groups and not show_averages(session.callbacks):
         raise ConfigError(
-            "Groups that train apart need a callback that starts them alike and averages their "
-            "models before validation, saving and the end. Received: exchange=LocalSGD without "
-            "one. Pass tfscale.callbacks.Synchronize() to fit."
+            "exchange=LocalSGD needs a callback that starts groups alike and averages their "
+            "models before validation, saving and the end. Received: none. Pass "
+            "tfscale.callbacks.Synchronize() to fit."
         )
     return True
 
@@ -330,8 +330,8 @@ def _require_usable(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
         for name, one in described.items():
             if one and one["error"]:
                 raise ConfigError(
-                    f"All ranks must be able to use {name} of fit. Received: {one['error']} (on "
-                    f"rank {rank}). Give it data that it can read, in batches that all can share."
+                    f"rank {rank} cannot use {name} of fit. Received: {one['error']}. Give it "
+                    "data that it can read, in batches that all can share."
                 )
 
 

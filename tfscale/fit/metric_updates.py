@@ -257,7 +257,7 @@ def _note(watch: _Watch, metric: Any, graph: tf.Graph | None, first_op: int) -> 
     for variable, change in zip(variables, changes, strict=True):
         if change == "other":
             raise ConfigError(
-                f"Metric {metric.name!r} may have a state that does not add up over ranks: "
+                f"metric {metric.name!r} may have a state that does not add up over ranks: "
                 f"{type(metric).__name__}.update_state assigns values other than sums to the "
                 f"variable. Received: variable {variable.name!r}. Set the attribute "
                 "tfscale_reduce of the class to 'sum', 'mean', 'max' or 'min', or to a dict of "

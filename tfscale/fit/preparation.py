@@ -56,8 +56,8 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     _refuse_replicas(model)
     if not hasattr(model, "optimizer"):
         raise ConfigError(
-            "A model must be compiled before it is prepared. Received: "
-            f"model={model.name!r} without an optimizer. Call model.compile first."
+            f"model must be compiled before it is prepared. Received: model={model.name!r} "
+            "without an optimizer. Call model.compile first."
         )
     has_changed = _switch_off_xla(model)
     has_changed = _repair_loss_scale(model) or has_changed
@@ -85,8 +85,8 @@ def _refuse_replicas(model: keras.Model) -> None:
     """Raise a ConfigError for a model that a strategy of tf.distribute was given to train."""
     for strategy in strategies_of(model):
         raise ConfigError(
-            "tfscale divides the work between processes, and a strategy of tf.distribute must not "
-            f"divide it again. Received: model={model.name!r}, made or compiled in the scope of a "
+            "model must not be in the scope of a strategy: tfscale divides the work between "
+            f"processes. Received: model={model.name!r}, made or compiled in the scope of a "
             f"{type(strategy).__name__}. Leave strategy.scope() out, and start one rank for each "
             "replica."
         )
@@ -97,7 +97,7 @@ def _switch_off_xla(model: keras.Model) -> bool:
         return False
     if not internals.is_xla_automatic(model):
         raise ConfigError(
-            "XLA cannot compile a step that exchanges gradients. Received: jit_compile=True. "
+            "jit_compile must be False to exchange gradients. Received: jit_compile=True. "
             "Compile the model with jit_compile=False."
         )
     logger.info("XLA is switched off: it cannot compile a step that exchanges gradients.")

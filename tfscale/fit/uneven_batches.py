@@ -84,9 +84,10 @@ class Progress:
             return self.model.run_eagerly or tf.config.functions_run_eagerly()
         if self._steps is None and self.model.steps_per_execution > 1:
             raise ExchangeError(
-                "The number of batches must be known where steps are executed together and the "
-                f"backend is {runtime.backend().name}. Received: steps_per_execution="
-                f"{self.model.steps_per_execution}. Pass steps_per_epoch to fit."
+                "steps_per_execution needs a known number of batches with the backend "
+                f"{runtime.backend().name}. Received: "
+                f"steps_per_execution={self.model.steps_per_execution}. Pass steps_per_epoch to "
+                "fit."
             )
         return True
 
@@ -209,8 +210,8 @@ class Progress:
             return
         runtime.backend().mark(MarkKind.LEFT)
         raise ExchangeError(
-            f"All ranks must have data for all steps. Received: rank {runtime.rank()} has none for "
-            f"step {self._n_steps} of {steps}. Pass a smaller steps_per_epoch."
+            f"rank {runtime.rank()} ran out of data. Received: none for step {self._n_steps} of "
+            f"{steps}. Pass a smaller steps_per_epoch."
         )
 
     # Cycles of `backward_passes_per_step` that are cut short by a stop.
@@ -245,9 +246,9 @@ def ask(own: Answer, step: int) -> set[Answer]:
     for rank, other in enumerate(headers):
         if other.kind != _ASKED:
             raise ExchangeError(
-                "All ranks must call the same collectives in the same order. Received: rank "
-                f"{rank} calls {other.describe()} while rank {runtime.rank()} is in fit, step "
-                f"{step}. Give fit the same callbacks on all ranks."
+                f"ranks called different collectives. Received: rank {rank} calls "
+                f"{other.describe()} while rank {runtime.rank()} is in fit, step {step}. Give "
+                "fit the same callbacks on all ranks."
             )
     answers: set[Answer] = {header.options[0] for header in headers}
     ended = {r: h.options[1] for r, h in enumerate(headers) if h.options[0] == "end"}
@@ -256,9 +257,9 @@ def ask(own: Answer, step: int) -> set[Answer]:
     if is_uneven or {"run", "end"} <= answers:
         rank = min(ended, key=lambda r: ended[r])
         raise ExchangeError(
-            f"All ranks must have as many batches. Received: rank {rank} ended its epoch after "
-            f"step {ended[rank]}, and others have more. Give every rank as many batches, for "
-            "example with tfscale.data.GlobalBatches."
+            f"rank {rank} has fewer batches than others. Received: an end of its epoch after "
+            f"step {ended[rank]}. Give every rank as many batches, for example with "
+            "tfscale.data.GlobalBatches."
         )
     return answers
 

@@ -166,9 +166,9 @@ def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None
         model._symbolic_build(data_batch=batch)
     except Exception as error:
         raise ConfigError(
-            "The model must be built before its first update, and its shapes cannot be told from "
-            f"the data. Received: model={model.name!r} and "
-            f"{type(error).__name__}: {error}. {how_to_build(model)}"
+            "model must be built before its first update: its shapes cannot be told from the "
+            f"data. Received: model={model.name!r} and {type(error).__name__}: {error}. "
+            f"{how_to_build(model)}"
         ) from error
 
 

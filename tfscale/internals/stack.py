@@ -87,8 +87,8 @@ class KerasPass:
         """Raise if an argument of `fit` contradicts the data."""
         if self.refused is not None:
             raise ConfigError(
-                "An epoch is one pass over the data, in the data's own batches. Received: "
-                f"{self.refused}. Leave it out, and give GlobalBatches what you need."
+                f"{self.refused} must be left out: an epoch is one pass over the data. Received: "
+                f"{self.refused}. Give GlobalBatches what you need."
             )
 
     @property

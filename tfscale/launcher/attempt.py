@@ -168,8 +168,7 @@ class _Launcher:
             if not may_kill:
                 remedy = "Use --slurm in an allocation, and leave it out elsewhere."
             raise ConfigError(
-                f"The program that starts ranks must be installed. Received: {command[0]}, which "
-                f"is not. {remedy}"
+                f"Could not find the program that starts ranks. Received: {command[0]}. {remedy}"
             ) from error
         assert self.process.stderr is not None
         sys.stderr.flush()

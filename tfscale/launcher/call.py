@@ -218,9 +218,9 @@ def main(folder: Path) -> int:
         file = (folder / _FILE).open("rb")
     except FileNotFoundError as error:
         raise ConfigError(
-            "The working folder must be shared by all hosts of the job. Received: no "
-            f"{folder / _FILE} on host {socket.gethostname()}. Call tfscale.run in a folder that "
-            "all hosts share: see docs/several-hosts.md."
+            f"Could not find the job's file in the working folder. Received: no {folder / _FILE} "
+            f"on host {socket.gethostname()}. Call tfscale.run in a folder that all hosts share: "
+            "see docs/several-hosts.md."
         ) from error
     with file:
         _surround(pickle.load(file), rank)

@@ -75,15 +75,15 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
         size = int(environ["SLURM_NTASKS"])
     if size is None:
         raise ConfigError(
-            "The number of ranks must be given. Received: no -np"
-            f"{', and no SLURM_NTASKS: not in an allocation' if options.slurm else ''}. "
+            "-np must be given. Received: no "
+            f"-np{', and no SLURM_NTASKS: not in an allocation' if options.slurm else ''}. "
             "Example: tfscale run -np 4 python train.py"
         )
     variables = {}
     for item in options.env:
         name, equals, value = item.partition("=")
         if not (name and equals):
-            raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
+            raise ConfigError(f"--env must be K=V. Received: --env {item}. Write --env K=V.")
         variables[name] = value
     command = _read_command(options.command, needs_python=options.distribute)
     if options.distribute:
@@ -188,7 +188,7 @@ def _read_places(options: argparse.Namespace) -> Places:
     """Return all hosts; those of a host file only for restarts, which may leave some out."""
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError(
-            f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
+            f"-H excludes --hostfile. Received: -H and --hostfile {options.hostfile}. Give one."
         )
     if options.hosts is not None:
         return parse_places(require_hosts(options.hosts, "-H"))
@@ -197,7 +197,7 @@ def _read_places(options: argparse.Namespace) -> Places:
     try:
         text = Path(options.hostfile).read_text()
     except OSError as error:
-        raise ConfigError(f"The host file must be readable. Received: {error}.") from error
+        raise ConfigError(f"--hostfile must be readable. Received: {error}.") from error
     require_hosts(text, f"--hostfile {options.hostfile}")
     return parse_places(text) if options.restarts else ()
 

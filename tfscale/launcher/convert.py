@@ -92,7 +92,7 @@ class _Script:
         try:
             self._tree = ast.parse(text)
         except SyntaxError as error:
-            raise ConfigError(f"The script must be Python. Received: {name}: {error}.") from error
+            raise ConfigError(f"{name} must be Python. Received: {error}.") from error
         self._edits, self._name = _Edits(text), name
         self._trained: set[str] = set()  # models, as they are named where they are compiled
         self._needs_keras_name = False
@@ -351,7 +351,7 @@ def _convert(options: argparse.Namespace) -> int:
     try:
         before = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The script must be readable. Received: {error}.") from error
+        raise ConfigError(f"Could not read the script. Received: {error}.") from error
     after, notes = convert(before, options.script)
     target = path if options.in_place else Path(options.output) if options.output else None
     if target is not None:

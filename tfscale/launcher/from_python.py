@@ -217,8 +217,8 @@ def _read_horovod(given: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"run() got an unexpected keyword argument {name!r}")
         if name in _REFUSED and value is not None:
             raise ConfigError(
-                "Of horovod.run's arguments only those that have a meaning here can be given. "
-                f"Received: {name}={value!r}. {_REFUSED[name]}"
+                f"{name} is an argument of horovod.run that has no meaning here. Received: "
+                f"{name}={value!r}. {_REFUSED[name]}"
             )
     return {_RENAMED[n]: v for n, v in given.items() if n in _RENAMED and v is not None}
 
@@ -309,7 +309,7 @@ def _read_end(folder: Path, code: int) -> list[Any]:
     end = read_json(folder / _END)
     if not end:
         raise RankError(
-            "The process that starts the ranks must end by itself. Received: its exit code "
+            "No results: the process that starts ranks has ended. Received: its exit code "
             f"{code}. If no program has ended it, see the messages above."
         )
     for kind in (ConfigError, ExchangeError):
@@ -318,8 +318,8 @@ def _read_end(folder: Path, code: int) -> list[Any]:
     rank, attempt, code = end["rank"], end["attempt"], end["exit_code"]
     if code == PREEMPTED:
         raise RankError(
-            "All ranks were asked to save and stop, and have done so. Received: exit code "
-            f"{code}. Call tfscale.run again to continue.",
+            f"ranks were asked to save and stop, and have done so. Received: exit code {code}. "
+            "Call tfscale.run again to continue.",
             exit_code=code,
         )
     if code != 0:
@@ -340,8 +340,8 @@ def _read_end(folder: Path, code: int) -> list[Any]:
 
 def _raise_no_result(rank: int) -> NoReturn:
     raise RankError(
-        f"The function must return on every rank. Received: the end of rank {rank} before, with "
-        "exit status 0. Return a value instead of calling sys.exit().",
+        f"rank {rank} ended before the function returned. Received: exit status 0. Return a "
+        "value instead of calling sys.exit().",
         rank=rank,
     )
 

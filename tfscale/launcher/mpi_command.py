@@ -119,14 +119,14 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
     """
     if spec.size < 1 or not spec.command:
         raise ConfigError(
-            f"A launch needs a program and at least one rank. Received: -np {spec.size}, "
+            f"-np must be 1 or more, and command a program. Received: -np {spec.size}, "
             f"command={list(spec.command)}. Example: tfscale run -np 4 python train.py"
         )
     if spec.is_slurm:
         return _srun(spec, mpi)
     if mpi is None:
         raise ConfigError(
-            "Starting ranks needs an MPI. Received: no mpiexec in this environment or on PATH. "
+            "Could not find an MPI. Received: no mpiexec in this environment or on PATH. "
             "Install one (pip install mpich), or use --slurm in an allocation."
         )
     return {"mpich": _mpich, "intel": _intel, "openmpi": _openmpi}[mpi.kind](spec, mpi)

@@ -37,8 +37,8 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
     require(rule.grace_s >= 0, "--grace-s", "0 or more", rule.grace_s)
     if spec.has_stdin and rule.restarts:
         raise ConfigError(
-            "A job that is started again cannot read its input again. Received: --stdin with "
-            f"--restarts {rule.restarts}. Leave one of them out, or let the script read a file."
+            "--stdin excludes --restarts: input is read once. Received: --stdin with --restarts "
+            f"{rule.restarts}. Leave one of them out, or let the script read a file."
         )
     if rule.min_ranks is None:
         return
@@ -46,7 +46,7 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
     require(1 <= rule.min_ranks <= spec.size, "--min-np", known, rule.min_ranks)
     if spec.is_slurm:
         raise ConfigError(
-            "Slurm decides where ranks run. Received: --min-np with --slurm. Leave it out, and let "
+            "--min-np excludes --slurm. Received: --min-np with --slurm. Leave it out, and let "
             "Slurm requeue the job where a host is lost, see docs/operations.md."
         )
 

@@ -194,7 +194,7 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
     require(factor > 1, "factor", "greater than 1", factor, "Use 2.")
     if start > maximum:
         raise ConfigError(
-            "The batch grows from start_batch_size to max_batch_size. Received: "
+            "start_batch_size must not exceed max_batch_size. Received: "
             f"start_batch_size={start}, max_batch_size={maximum}. Give GlobalBatches a smaller "
             "batch_size, or pass start_batch_size."
         )
@@ -358,7 +358,7 @@ class GrowthControl:
         """Resume where `state` was taken."""
         if list(state["sizes"]) != list(self.settings.sizes):
             raise ConfigError(
-                "A resumed run must have the same batch sizes. Received: "
+                "batch sizes must be those of the backup. Received: "
                 f"{list(self.settings.sizes)}; the backup has {list(state['sizes'])}. Pass the "
                 "same arguments, or remove the backup to start again."
             )

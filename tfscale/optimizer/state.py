@@ -190,12 +190,12 @@ class KeptState:
         timeout_s = settings().save_timeout_s
         if not self._meeting.wait(timeout_s):
             raise ExchangeError(
-                "Where ranks share the optimizer's state, all of them must take part in saving it. "
-                f"Received: {what} on rank {runtime.rank()}, and not all other ranks joined within "
+                f"{what} must run on all ranks, which share the optimizer's state. Received: "
+                f"{what} on rank {runtime.rank()}, and not all other ranks joined within "
                 f"{timeout_s:g} s (TFSCALE_SAVE_TIMEOUT_S). Call it on every rank: each path is "
                 "written once. Or call model.optimizer.full_state() on every rank, then save on "
-                "rank 0 alone. In fit, ModelCheckpoint may be given to rank 0 alone if every rank "
-                "has a tfscale callback."
+                "rank 0 alone. In fit, ModelCheckpoint may be given to rank 0 alone if every "
+                "rank has a tfscale callback."
             )
 
     def read(self, what: str = "reading the optimizer's state") -> list[np.ndarray]:
@@ -205,10 +205,9 @@ class KeptState:
             return self.gather()
         if self._arrays is None:
             raise ExchangeError(
-                "After ranks have gathered the optimizer's state, the rank that keeps it must "
-                f"save it. Received: {what} on rank {runtime.rank()}. Save on the first rank, "
-                "usually rank 0, or call model.optimizer.full_state() on every rank to use its "
-                "result."
+                f"{what} must run on the rank that keeps the gathered optimizer state. Received: "
+                f"{what} on rank {runtime.rank()}. Save on the first rank, usually rank 0, or "
+                "call model.optimizer.full_state() on every rank to use its result."
             )
         # Learning rate and loss scale may have changed since; every rank has the present value.
         kept = zip(self._placed(), self._arrays, strict=True)
@@ -268,9 +267,9 @@ class KeptState:
             return
         if root not in loaders:
             raise ExchangeError(
-                "An optimizer's state must be loaded by the rank that is broadcast, or by none. "
-                f"Received: a state loaded on ranks {loaders}, root_rank={root}. Load it on "
-                f"rank {root} or on all ranks."
+                "root_rank must have loaded the optimizer's state if any rank has. Received: a "
+                f"state loaded on ranks {loaders}, root_rank={root}. Load it on rank {root} or "
+                "on all ranks."
             )
         for i in range(len(self._optimizer.variables)):
             value = own[i] if own is not None and runtime.rank() == root else None

@@ -95,7 +95,7 @@ def group_buckets(
     """
     chosen = {index for group in groups for index in group}
     if len(chosen) < sum(map(len, groups)):
-        raise PlanError("A variable must be in one group only. Received: groups that overlap.")
+        raise PlanError("groups must not share a variable. Received: two that do.")
     alone = [[i] for i in range(len(specs)) if i not in chosen]
     buckets = []
     for group in [*map(list, groups), *alone]:
@@ -132,8 +132,8 @@ def chunk_layers(
         return [[layer] for layer in backwards]
     if chunks < 1 or first_chunk_layers < 1:
         raise PlanError(
-            "A chunk needs a layer. Received: "
-            f"first_chunk_layers={first_chunk_layers}, chunks={chunks}."
+            f"chunks need a layer. Received: first_chunk_layers={first_chunk_layers}, "
+            f"chunks={chunks}."
         )
     if chunks == 1:
         return [backwards] if backwards else []

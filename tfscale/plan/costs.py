@@ -229,7 +229,7 @@ class Scenario:
         times = self.machine.layer_times.get(self.table.name)
         if times is not None and (reason := times.misfit(self.table)):
             raise PlanError(
-                f"Measured times must be those of the model. Received: {self.table.name} with "
+                f"machine must hold times of this model. Received: {self.table.name} with "
                 f"{self.table.n_values} trainable values, and {reason}. Measure again with "
                 "tfscale tune links, or name models apart."
             )

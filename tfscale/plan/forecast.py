@@ -91,8 +91,8 @@ def check_groups(n_groups: int, interval: int) -> None:
     """Raise a ConfigError unless there are 0, 2 or more groups, and 1 or more steps."""
     if n_groups < 0 or n_groups == 1 or interval < 1:
         raise ConfigError(
-            "Local SGD has 2 groups or more and an interval of 1 or more. Received: "
-            f"groups={n_groups}, interval={interval}. 0 groups leave it out."
+            f"groups must be 2 or more, and interval 1 or more. Received: groups={n_groups}, "
+            f"interval={interval}. 0 groups leave it out."
         )
 
 

@@ -53,8 +53,8 @@ class LayerTable:
     def __post_init__(self) -> None:
         if not any(layer.weights for layer in self.layers):
             raise PlanError(
-                f"A model must have trainable variables. Received: {self.name} with none. "
-                "Build the model first."
+                f"model must have trainable variables. Received: {self.name} with none. Build "
+                "the model first."
             )
 
     @property

@@ -114,7 +114,7 @@ def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[f
     clock = _Clock(steps, speeds)
     clock.run()
     if n_waiting := sum(count > 0 for count in clock.missing):
-        raise PlanError(f"Tasks must not wait in a circle. Received: {n_waiting} that do.")
+        raise PlanError(f"tasks wait in a circle. Received: {n_waiting} that do.")
     return clock.begins, clock.ends
 
 

@@ -35,7 +35,7 @@ class Listener:
         self._limit = limit
         if not has_events():
             raise ExchangeError(
-                "Collectives are timed by tfscale's engine. Received: the backend "
+                "backend must be 'engine' to time calls. Received: the backend "
                 f"{runtime.backend().name!r}. Start with an MPI launcher, or backend='engine'."
             )
         self._none = drain()[:0]

@@ -101,8 +101,8 @@ def stop_timeline() -> None:
     global _recording
     if _recording is None:
         raise ExchangeError(
-            "A timeline can be stopped while it is recorded. Received: a call without one. "
-            "Call start_timeline(path) first."
+            "stop_timeline() needs an open timeline. Received: a call without one. Call "
+            "start_timeline(path) first."
         )
     recording, _recording = _recording, None
     recording.clocks.measure()
@@ -159,7 +159,7 @@ def _start(path: Path, is_automatic: bool) -> None:
     global _recording
     if _recording is not None:
         raise ExchangeError(
-            f"One timeline can be recorded at a time. Received: file_path={str(path)!r} while "
+            f"Two timelines cannot run at once. Received: file_path={str(path)!r} while "
             f"{str(_recording.path)!r} is open. Call stop_timeline() first, or unset "
             "TFSCALE_TIMELINE."
         )

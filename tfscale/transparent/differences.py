@@ -154,8 +154,8 @@ def explain(method: str, n_ranks: int, differences: Sequence[Difference]) -> str
         shown += f"; and {len(differences) - _MAX_SHOWN} more"
     listed = " ".join(f"({number}) {cause}." for number, cause in enumerate(causes, 1))
     return (
-        f"The step of {method} on {n_ranks} ranks differs from that of one process; no weight was "
-        f"changed. Received: {shown}. Usual causes, the likeliest first: {listed} With --verify "
-        "off, or verify='off', the script trains all the same. See docs/distribute.md, section "
+        f"{method} on {n_ranks} ranks differs from a step of one process; no weight was changed. "
+        f"Received: {shown}. Usual causes, the likeliest first: {listed} With --verify off, or "
+        "verify='off', the script trains all the same. See docs/distribute.md, section "
         "'Verification'."
     )

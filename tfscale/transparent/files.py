@@ -100,8 +100,8 @@ class WrittenOnce(RankZero):
 
     def _incomplete(self, errors: str) -> ExchangeError:
         return ExchangeError(
-            "A callback of rank 0 must end without an error, or its files are not complete. "
-            f"Received: {type(self.callback).__name__} and {errors}. Correct what it reports there."
+            f"{type(self.callback).__name__} failed on rank 0, and its files are not complete. "
+            f"Received: {errors}. Correct what it reports there."
         )
 
 
@@ -155,8 +155,8 @@ class Downloads:
         known = record if record.get("job") == self._job else {}
         if has_waited and known.get("error"):
             raise ExchangeError(
-                "A file is downloaded by one rank of each host. Received: on another rank "
-                f"{known['error']}. Look at {given['origin']}, or put the file into the folder."
+                f"Could not download a file. Received: on another rank {known['error']}. Look at "
+                f"{given['origin']}, or put the file into the folder."
             )
         n_forced = known.get("n_forced", 0)
         if given["force_download"]:

@@ -165,9 +165,9 @@ def _of_whole_batch(call: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
     share = shares.current()
     if share is not None and loss.fn is keras.losses.circle:
         raise ConfigError(
-            "tfscale.distribute computes losses from each rank's rows. Received: Circle, "
-            "which compares all samples of a batch. Train without tfscale.distribute, and "
-            "gather the rows by tfscale.allgather: see docs/distribute.md."
+            "loss must not compare samples of a batch. Received: Circle, which compares all "
+            "samples of a batch. Train without tfscale.distribute, and gather the rows by "
+            "tfscale.allgather: see docs/distribute.md."
         )
     if share is None or not sums_over_batch(loss):
         return call(loss, y_true, y_pred)

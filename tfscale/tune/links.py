@@ -260,15 +260,16 @@ def main(options: argparse.Namespace) -> int:
     size = runtime.size()
     if not events.has_events() or size < 2:
         raise ExchangeError(
-            "Links are measured by the engine between two ranks or more. Received: backend="
-            f"{runtime.backend().name} with {size}. Start it with tfscale tune links -np 2."
+            "backend must be the engine, with two ranks or more. Received: "
+            f"backend={runtime.backend().name} with {size}. Start it with tfscale tune links -np "
+            "2."
         )
     every = objects.allgather_object(runtime.local_rank(), name="local ranks")
     local = size // every.count(0)
     if every != [rank % local for rank in range(size)]:
         raise ExchangeError(
-            "Links are measured between hosts with equally many ranks, started host by host. "
-            f"Received: local ranks {every}, in rank order. Choose -np and -H so that they are."
+            "-np and -H must give hosts equally many ranks, started host by host. Received: "
+            f"local ranks {every}, in rank order. Choose -np and -H so that they are."
         )
     model = None
     if options.model or options.model_file:  # before the measurements, which take minutes

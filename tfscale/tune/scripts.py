@@ -110,7 +110,7 @@ def measure_script(
     call of `measure`, counted from the first of the `fit`.
     """
     if not Path(words[0]).is_file():
-        raise ConfigError(f"There must be a training script. Received: {words[0]}: no such file.")
+        raise ConfigError(f"script must be a file. Received: {words[0]}: no such file.")
     fits: list[list[Stage]] = []
     fit = keras.Model.fit
 
@@ -143,12 +143,12 @@ def measure_script(
     except SystemExit as error:
         if error.code not in (None, 0):
             raise ConfigError(
-                f"The script must run. Received: exit code {error.code} of {' '.join(words)}."
+                f"script failed. Received: exit code {error.code} of {' '.join(words)}."
             ) from error
     if not fits or not fits[0]:
         raise ConfigError(
-            "The script must train with model.fit, for as many epochs as the first stage. "
-            f"Received: {' '.join(words)}, which ended before. Use --stages 0,1."
+            "script must train with model.fit, for as many epochs as the first stage. Received: "
+            f"{' '.join(words)}, which ended before. Use --stages 0,1."
         )
     return fits[0]
 
@@ -157,21 +157,21 @@ def _readable(given: dict[str, Any]) -> GlobalBatches:
     """Return the training data of `fit`."""
     if runtime.is_initialized() and runtime.size() > 1:
         raise ConfigError(
-            "Gradients are measured in one process. Received: "
-            f"{runtime.size()} ranks. Run `tfscale tune batch-size` without a launcher."
+            f"`tfscale tune batch-size` needs one process. Received: {runtime.size()} ranks. Run "
+            "it without a launcher."
         )
     if given.get("validation_split") and given.get("validation_data") is None:
         raise ConfigError(
-            "The samples that are trained on must be known. Received: "
-            f"validation_split={given['validation_split']}. Split the data in the script, and pass "
-            "validation_data to fit."
+            "validation_split must be left out. Received: "
+            f"validation_split={given['validation_split']}. Split the data in the script, and "
+            "pass validation_data to fit."
         )
     data, y = given.get("x"), given.get("y")
     if not isinstance(data, GlobalBatches):
         is_array = hasattr(data, "shape") or isinstance(data, dict | list | tuple)
         if not is_array or y is None:
             raise ConfigError(
-                "The script must train on data that can be read in batches of any size. Received: "
+                "script must train on data that can be read in batches of any size. Received: "
                 f"{type(data).__name__}. Use tfscale.data.GlobalBatches, or arrays x and y."
             )
         data = GlobalBatches(data, y, sample_weight=given.get("sample_weight"), batch_size=1)
@@ -236,7 +236,7 @@ class GroupsProbe(ours.Callback):
         self._losses += [(total - sum(self._losses[self._n_before :])) / n_new] * n_new
         if self._present_rate() != self._rate:
             raise ConfigError(
-                "Distances are compared at one learning rate. Received: a rate that the script "
+                "learning rate must not change in a probe. Received: a rate that the script "
                 f"changes from {self._rate:.6g} to {self._present_rate():.6g} in step "
                 f"{self._n_steps}. Leave the callback that does so out of the probe, and pass "
                 "--learning-rate."
@@ -267,7 +267,7 @@ def regroup(model: Any, settings: dict[str, Any]) -> None:
         held = rate_of(inner)
         if not isinstance(held, keras.Variable):
             raise ConfigError(
-                "A probe needs one learning rate, that of training after warm-up. Received: a "
+                "--learning-rate must be that of training after warm-up. Received: a "
                 f"{type(held).__name__}. Pass --learning-rate."
             )
         rate = float(keras.ops.convert_to_numpy(held))
@@ -281,7 +281,7 @@ def regroup(model: Any, settings: dict[str, Any]) -> None:
 def _require_distributed(optimizer: Any) -> None:
     if type(optimizer) is not tfscale.DistributedOptimizer:
         raise ConfigError(
-            "The script must use tfscale.DistributedOptimizer. Received: "
+            "script must use tfscale.DistributedOptimizer. Received: "
             f"{type(optimizer).__name__}. Wrap the optimizer."
         )
 

@@ -122,8 +122,8 @@ class Library:
                 self._functions[name] = function
         except (OSError, AttributeError, tf.errors.OpError) as error:  # an older one lacks a name
             raise ExchangeError(
-                f"The native library must load. Received: {error}. "
-                "Run `tfscale doctor` to see what is missing, `tfscale build` to build it again."
+                f"Could not load the library. Received: {error}. Run `tfscale doctor` to see "
+                "what is missing, `tfscale build` to build it again."
             ) from error
 
     def call(self, name: str, *arguments: Any) -> Any:
