@@ -124,7 +124,7 @@ def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
     offset = 0
     for name, array in arrays.items():
         if array.dtype.hasobject:
-            raise TypeError(f"Arrays of objects cannot be saved. Received: {name}.")
+            raise TypeError(f"arrays of objects cannot be saved. Received: {name}.")
         code, shape = _CODES.get(array.dtype.name), list(array.shape)
         # For types unknown to the format: bytes, and the type in the metadata.
         if code is None or not array.dtype.isnative:

@@ -200,7 +200,7 @@ def refuse_quantized(compression: Any, where: str) -> None:
     refuse_low_rank(compression, where)
     if isinstance(compression, QuantizedCompressor):
         raise ConfigError(
-            f"Compression.{compression.wire_dtype} needs residuals, which an optimizer keeps "
-            f"between its steps. Received: use for {where}. Use DistributedOptimizer without "
-            "these options, or Compression.bf16."
+            f"Compression.{compression.wire_dtype} needs residuals that an optimizer keeps. "
+            f"Received: Compression.{compression.wire_dtype} for {where}. Use "
+            "DistributedOptimizer without these options, or Compression.bf16."
         )

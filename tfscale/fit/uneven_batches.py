@@ -257,9 +257,9 @@ def ask(own: Answer, step: int) -> set[Answer]:
     if is_uneven or {"run", "end"} <= answers:
         rank = min(ended, key=lambda r: ended[r])
         raise ExchangeError(
-            f"rank {rank} has fewer batches than others. Received: an end of its epoch after "
-            f"step {ended[rank]}. Give every rank as many batches, for example with "
-            "tfscale.data.GlobalBatches."
+            f"ranks have unequal numbers of steps. Received: rank {rank} ended its epoch after "
+            f"step {ended[rank]}, and others have more. Give every rank as many batches, for "
+            "example with tfscale.data.GlobalBatches."
         )
     return answers
 
