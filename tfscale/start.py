@@ -334,11 +334,15 @@ def _fortran_handle(comm: Any) -> int:
 
 def _limit_threads(n_cores: int) -> None:
     """Have TensorFlow use this rank's share of the cores, unless the user chose."""
-    threads, given = tf.config.threading, config.environment()
+    threads, environment = tf.config.threading, config.environment()
     try:
-        if not (threads.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in given):
+        if not (
+            threads.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in environment
+        ):
             threads.set_intra_op_parallelism_threads(max(1, n_cores))
-        if not (threads.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in given):
+        if not (
+            threads.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in environment
+        ):
             threads.set_inter_op_parallelism_threads(max(2, n_cores))
     except RuntimeError:
         logger.info("TensorFlow runs already: its thread numbers stay. Call tfscale.init() first.")

@@ -344,7 +344,7 @@ def check_compared(sizes: Sequence[int]) -> None:
         )
 
 
-def _check_rate_is_free(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
+def _check_rate_is_free(adaptive: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
     """Refuse other callbacks that set the learning rate, but for a warm-up."""
     for callback in callbacks:
         is_setter, name = isinstance(callback, SETTERS), type(callback).__name__
@@ -353,7 +353,7 @@ def _check_rate_is_free(own: Any, callbacks: Sequence[Any], warmup_epochs: int) 
         if is_setter:
             raise ConfigError(
                 f"Two callbacks set the learning rate. Received: {name} and "
-                f"{type(own).__name__}. Remove it; use decay_epochs or saturation for decays, "
+                f"{type(adaptive).__name__}. Remove it; use decay_epochs or saturation for decays, "
                 "warmup_epochs for epochs in which another callback may set the rate."
             )
 

@@ -402,19 +402,21 @@ class ConsistencyCheck(Callback):
         if self.optimizer_state:
             state += model_state.optimizer_variables(self.model)
         variables = [v for v in model_state.distinct(state) if id(v) not in local]
-        own = [(variable.path, _digest(variable)) for variable in variables]
-        every = dict(enumerate(objects.allgather_object(own, name="check of weights")))
-        counts = {rank: len(found) for rank, found in every.items()}
+        digests_here = [(variable.path, _digest(variable)) for variable in variables]
+        digests_by_rank = dict(
+            enumerate(objects.allgather_object(digests_here, name="check of weights"))
+        )
+        counts = {rank: len(found) for rank, found in digests_by_rank.items()}
         hint = "Build the model and the optimizer from the same code everywhere."
         objects.require_equal_values(counts, f"The number of variables {moment}", hint)
         distributed = distributed_of(self.model.optimizer)
         apart = distributed and distributed.bound.groups
-        ranks = process_set_of(self.model).ranks or list(every)
+        ranks = process_set_of(self.model).ranks or list(digests_by_rank)
         # By place, with the paths of rank 0: Keras numbers layers by process.
-        labels = [f"{path} (variable {i})" for i, (path, _) in enumerate(every[0])]
+        labels = [f"{path} (variable {i})" for i, (path, _) in enumerate(digests_by_rank[0])]
         digests = {
             rank: dict(zip(labels, [digest for _, digest in found], strict=True))
-            for rank, found in every.items()
+            for rank, found in digests_by_rank.items()
         }
         groups = self.groups or (apart.ranks if apart else [ranks])
         objects.require_equal_values(digests, f"Weights {moment}", _CAUSES, groups)

@@ -44,9 +44,9 @@ _ENGINE_TEXT = re.compile(r"TFSCALE_(FAILED|STOPPED): (.*?)(?=\n|$)")
 
 def engine_text(message: str) -> str:
     """Return the engine's text within TensorFlow's message, or else the whole message."""
-    found = _ENGINE_TEXT.search(message)
+    match = _ENGINE_TEXT.search(message)
     # TensorFlow puts the node's name after the text of an op, on the same line.
-    return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", found[2]) if found else message
+    return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", match[2]) if match else message
 
 
 def has_stopped(message: str) -> bool:

@@ -38,13 +38,13 @@ def parse_places(text: str) -> Places:
     """
     places: dict[str, int] = {}
     for item in _items(text):
-        found = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)([1-9]\d*))?", item)
-        if found is None:
+        match = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)([1-9]\d*))?", item)
+        if match is None:
             raise ConfigError(
                 f"hosts must be names with positive numbers. Received: {item}. Write -H "
                 "host1:2,host2:2."
             )
-        name, number = found.groups()
+        name, number = match.groups()
         places[name] = places.get(name, 0) + int(number or 1)
     return tuple(places.items())
 

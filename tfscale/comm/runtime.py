@@ -222,9 +222,9 @@ def own_process_set(ranks: Sequence[int]) -> ProcessSet:
     MPI has a limited number of communicators, so the optimizers of a hyperparameter search share
     one.
     """
-    for known in known_process_sets():
-        if isinstance(known, _OwnProcessSet) and known.ranks == list(ranks):
-            return known
+    for process_set in known_process_sets():
+        if isinstance(process_set, _OwnProcessSet) and process_set.ranks == list(ranks):
+            return process_set
     return add_process_set(_OwnProcessSet(ranks))
 
 
@@ -447,9 +447,9 @@ def _int_op(read: Callable[[], int]) -> tf.Tensor:
 
 
 def _set_of(process_set_id: int) -> ProcessSet:
-    for known in (global_process_set, *known_process_sets()):
-        if known.process_set_id == process_set_id:
-            return known
+    for process_set in (global_process_set, *known_process_sets()):
+        if process_set.process_set_id == process_set_id:
+            return process_set
     raise ExchangeError(
         "process_set_id must be that of an added set. Received: "
         f"process_set_id={process_set_id}. Call tfscale.add_process_set(...)."

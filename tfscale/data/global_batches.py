@@ -401,20 +401,22 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
     """
     if state is None or not isinstance(data, GlobalBatches):
         return
-    own = data.batch_size
+    batch_size = data.batch_size
     if first_step is None:
-        state = {**state, "batch_size": own}
+        state = {**state, "batch_size": batch_size}
     # A callback that sets the batch size (`kept`) continues with its own.
-    is_told = state["batch_size"] != own and data._kept is None
+    is_told = state["batch_size"] != batch_size and data._kept is None
     if is_told and runtime.rank() == 0:
-        logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
+        logger.warning(
+            "The checkpoint has batches of %d, fit of %d.", state["batch_size"], batch_size
+        )
     try:
         data.restore(state)
     except ConfigError as error:
         if state["samples"] != data.samples:
             raise
         if first_step == 0:  # then the program's own batch size is used
-            data.restore({**state, "batch_size": own})
+            data.restore({**state, "batch_size": batch_size})
             return
         raise ConfigError(
             f"batch_size must stay in an epoch. Received: batch_size={state['batch_size']} in "

@@ -140,21 +140,21 @@ def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     while steps:
         step = steps.pop()
         steps.extend(inputs_of(step))
-        own = drawn_with(step)
+        pair = drawn_with(step)
         if is_unordered(step):
             raise ConfigError(
                 "dataset must give the same order on all ranks and in each pass. Received: a "
                 f"{type(step).__name__} with deterministic=False. Leave that argument out."
             )
-        if own == (0, 0):
+        if pair == (0, 0):
             raise ConfigError(
                 "dataset must give the same order on all ranks and in each pass. Received: a "
                 f"{type(step).__name__} that draws another one. Remove shuffle(), use "
                 "list_files(..., shuffle=False), and let GlobalBatches shuffle: shuffle_buffer=. "
                 "To split data, use shuffle(n, seed=1, reshuffle_each_iteration=False)."
             )
-        if own is not None:
-            seeds.append(own)
+        if pair is not None:
+            seeds.append(pair)
     return seeds
 
 

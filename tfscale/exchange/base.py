@@ -59,14 +59,14 @@ class Exchange(abc.ABC):
         """
         return self
 
-    def refuse(self, options: GradientOptions, nonfinite: str, given: str) -> None:
+    def refuse(self, options: GradientOptions, nonfinite: str, where: str) -> None:
         """Raise a ConfigError if an optimizer's options do not fit the strategy.
 
         `nonfinite` is that of `DistributedOptimizer`; `given` names the strategy as the user wrote
         it.
         """
         if self.is_sharding or self.may_shard_later:
-            refuse_low_rank(options.compression, given)
+            refuse_low_rank(options.compression, where)
 
     def form_groups(self, process_set: ProcessSet) -> Any:
         """Return the groups of ranks that train apart, for local SGD; else None. Collective."""

@@ -232,12 +232,12 @@ def _range_of(leaf: Any, share: Share) -> tuple[Any, Any]:
     if isinstance(share.total, int):
         return rank * (length // n_ranks), length // n_ranks
     length = tf.shape(leaf)[0]
-    is_same, own = length == share.total, length // n_ranks
+    is_same, per_rank = length == share.total, length // n_ranks
     are_even = (length % n_ranks == 0) & (share.total % n_ranks == 0)
     check = tf.debugging.Assert(is_same | are_even, [_UNEQUAL, share.total, length])
     with tf.control_dependencies([] if check is None else [check]):
-        start = tf.where(is_same, share.start, rank * own)
-    return start, tf.where(is_same, share.computed, own)
+        start = tf.where(is_same, share.start, rank * per_rank)
+    return start, tf.where(is_same, share.computed, per_rank)
 
 
 _UNEQUAL = "rows must be equal in all parts of a batch, or numbers that the ranks divide."

@@ -112,13 +112,13 @@ class Chunked(Exchange):
         if isinstance(self.first_chunk_layers, int):
             return self.first_chunk_layers
         name = f"/{self.first_chunk_from}/"
-        found = [place for place, owner in enumerate(owners) if name in f"/{owner}/"]
-        if not found:
+        positions = [place for place, owner in enumerate(owners) if name in f"/{owner}/"]
+        if not positions:
             raise PlanError(
                 "first_chunk_from must name a layer that sends gradients. Received: "
                 f"first_chunk_from={self.first_chunk_from!r}. The layers are {', '.join(owners)}."
             )
-        return len(owners) - found[0]
+        return len(owners) - positions[0]
 
     @property
     def is_measured(self) -> bool:  # type: ignore[override]

@@ -49,11 +49,11 @@ _updating: list[Any] = []  # metrics whose `update_state` is running, innermost 
 
 def metrics_of(model: keras.Model) -> Metrics:
     """Return the metrics of a model, including those inside the metric that compile() makes."""
-    found: Metrics = []
+    metrics: Metrics = []
     for metric in model.metrics:
         parts = _parts_of(metric)
-        found.extend([metric] if parts is None else parts)
-    return found
+        metrics.extend([metric] if parts is None else parts)
+    return metrics
 
 
 def _parts_of(metric: Any) -> Metrics | None:

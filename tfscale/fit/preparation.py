@@ -140,9 +140,9 @@ def _share_statistics(model: keras.Model) -> bool:
     has_changed = any([layer.follow(process_set) for layer in synced])
     if batch_shares.are_used():  # `tfscale.distribute` sees to the statistics of every layer
         return has_changed
-    own = [i for i in layers if isinstance(i, keras.layers.BatchNormalization)]
-    own = [i for i in own if i.synchronized and i not in synced]
-    return any([synchronize(layer, process_set) for layer in own]) or has_changed
+    normalizations = [i for i in layers if isinstance(i, keras.layers.BatchNormalization)]
+    normalizations = [i for i in normalizations if i.synchronized and i not in synced]
+    return any([synchronize(layer, process_set) for layer in normalizations]) or has_changed
 
 
 def build(model: keras.Model) -> None:

@@ -222,9 +222,9 @@ class Progress:
         # If all ranks begin each batch or none, no batch was given up.
         return [0 if self.asks_each_step else runtime.num_given_up(), *counts] if counts else []
 
-    def drop_cycles(self, every: list[list[int]]) -> None:
+    def drop_cycles(self, cycles_by_rank: list[list[int]]) -> None:
         """Drop the batches since the last exchange if `cycles` differ between ranks."""
-        if any(own != every[0] for own in every):
+        if any(own != cycles_by_rank[0] for own in cycles_by_rank):
             for optimizer in distributed_optimizers(self.model):
                 if optimizer.accumulator is not None:
                     optimizer.accumulator.drop_cycle(iterations_of(optimizer))
@@ -233,7 +233,7 @@ class Progress:
             )
 
 
-def ask(own: Answer, step: int) -> set[Answer]:
+def ask(answer: Answer, step: int) -> set[Answer]:
     """Send the next action of this rank to all ranks, and return those of all. Collective.
 
     Ranks ask before steps that cannot be given up once begun, and around epochs of local SGD, see
@@ -242,7 +242,7 @@ def ask(own: Answer, step: int) -> set[Answer]:
     with "stop" (then no rank runs), never with "end". Every rank raises ExchangeError if epochs
     have unequal numbers of steps, or if a rank calls another collective.
     """
-    headers = exchange_headers(Header(_ASKED, [own, step], [], [], "fit"), runtime.world())
+    headers = exchange_headers(Header(_ASKED, [answer, step], [], [], "fit"), runtime.world())
     for rank, other in enumerate(headers):
         if other.kind != _ASKED:
             raise ExchangeError(

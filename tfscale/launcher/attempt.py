@@ -281,10 +281,10 @@ class _Launcher:
 def _command_of(pid: int) -> str:
     """Return the command of a process, cut short; "" where it has ended."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:
         return ""
-    return words.decode(errors="replace").strip()[:80]
+    return command_line.decode(errors="replace").strip()[:80]
 
 
 def _parent_of(pid: int) -> int | None:

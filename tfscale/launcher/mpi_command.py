@@ -140,19 +140,19 @@ def parse_version(text: str) -> tuple[str, str] | None:
         ("mpich", r"HYDRA build details:\s+Version:\s+([\w.]+)"),
     )
     for kind, pattern in patterns:
-        found = re.search(pattern, text, re.DOTALL)
-        if found:
-            return kind, found.group(1)
+        match = re.search(pattern, text, re.DOTALL)
+        if match:
+            return kind, match.group(1)
     return None
 
 
 def variables_of(spec: LaunchSpec, mpi: Mpi | None) -> dict[str, str]:
     """Return the environment variables for the launcher of `spec`, which all ranks inherit."""
-    given = dict(spec.environment or {})
+    variables = dict(spec.environment or {})
     if mpi is not None and mpi.kind == "intel" and spec.bind_to:
         is_none = spec.bind_to == "none"
-        given |= {"I_MPI_PIN": "0"} if is_none else {"I_MPI_PIN_DOMAIN": spec.bind_to}
-    return given
+        variables |= {"I_MPI_PIN": "0"} if is_none else {"I_MPI_PIN_DOMAIN": spec.bind_to}
+    return variables
 
 
 # Option that precedes the words of a command as JSON, see `quote`.
@@ -307,17 +307,17 @@ def new_job(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 def find_processes(job: str) -> list[int]:
     """Return the ids of this host's processes that belong to a job, zombies left out."""
     marker = f"{JOB_VARIABLE}={job}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             # A zombie's environment is empty.
             if marker in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def end_processes(

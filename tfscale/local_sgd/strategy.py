@@ -166,11 +166,11 @@ class LocalSGD(Exchange):
         m = size // n
         return [list(range(i * m, (i + 1) * m)) for i in range(n)]
 
-    def refuse(self, options: GradientOptions, nonfinite: str, given: str) -> None:
+    def refuse(self, options: GradientOptions, nonfinite: str, where: str) -> None:
         """Raise a ConfigError for what averages do not allow; see `Exchange.refuse`."""
         if self.is_overlapped:
             refuse_quantized(options.compression, "LocalSGD with fragments or overlap")
-        refuse_low_rank(options.compression, given)
+        refuse_low_rank(options.compression, where)
         if nonfinite == "skip" and self.average == "gradients":
             raise ConfigError(
                 "nonfinite='skip' excludes average='gradients'. Received: nonfinite='skip' with "

@@ -177,9 +177,9 @@ def prepare_library(kind: str = "", who: str = "", is_packaged: bool = True) -> 
         ExchangeError: The cache is not writable, or others may write to it.
     """
     try:
-        found = find_library(kind) if is_packaged else find_cached(kind)
-        if found is not None:
-            return found
+        path = find_library(kind) if is_packaged else find_cached(kind)
+        if path is not None:
+            return path
         toolchain = _find_toolchain(kind)
         return _compile_once(compiler.identity(compiler.require_tensorflow(), toolchain), who)
     except OSError as error:
@@ -282,13 +282,13 @@ class Cached:
 
 def cached_libraries() -> list[Cached]:
     """Return the libraries of the user's cache, the newest first."""
-    found = []
+    libraries = []
     for path in cache_folder().glob(f"*/{compiler.LIBRARY_NAME}"):
         stamp = compiler.read_stamp(path.parent)
         if stamp is not None and not path.parent.name.startswith(_UNFINISHED):
             status = path.stat()
-            found.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
-    return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
+            libraries.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
+    return [one for _, one in sorted(libraries, key=lambda pair: -pair[0])]
 
 
 def damaged_folders() -> list[Path]:

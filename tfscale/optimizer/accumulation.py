@@ -32,14 +32,15 @@ class _Cycle:
             ]
 
     def require_same(self, gradients: Sequence[Any]) -> None:
-        given = [g is not None for g in gradients]
-        if given == self.has_gradient:
+        has_gradient = [g is not None for g in gradients]
+        if has_gradient == self.has_gradient:
             return
-        i = next(i for i, had in enumerate(self.has_gradient) if had != given[i])
+        i = next(i for i, had in enumerate(self.has_gradient) if had != has_gradient[i])
         raise ConfigError(
             "backward_passes_per_step needs gradients of the same variables in all batches. "
-            f"Received: {'a' if given[i] else 'no'} gradient of {name_of(self.variables[i])}, "
-            "unlike the first batch. Let all layers take part in the loss of each batch."
+            f"Received: {'a' if has_gradient[i] else 'no'} gradient of "
+            f"{name_of(self.variables[i])}, unlike the first batch. Let all layers take part in "
+            "the loss of each batch."
         )
 
     def drop(self, passes: int) -> int:

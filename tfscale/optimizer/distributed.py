@@ -618,9 +618,9 @@ def passes_per_update(model: keras.Model) -> int:
 
     More than 1 with `backward_passes_per_step` or Keras's `gradient_accumulation_steps`.
     """
-    own = [accumulator.passes for accumulator in accumulators(model)]
+    passes = [accumulator.passes for accumulator in accumulators(model)]
     rules = map(internals.update_rule, internals.optimizers_of(model))
-    return max([1, *own, *(rule.gradient_accumulation_steps or 1 for rule in rules)])
+    return max([1, *passes, *(rule.gradient_accumulation_steps or 1 for rule in rules)])
 
 
 def _check(optimizer: Any, passes: int) -> None:

@@ -170,10 +170,12 @@ def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
     """
 
     def wait() -> None:
-        own: dict[Backend, list[tf.Tensor]] = {}
+        handles_by_backend: dict[Backend, list[tf.Tensor]] = {}
         for v in variables:
-            own.setdefault(getattr(v, _FUTURE).backend, []).append(raw_variable(v).handle)
-        for backend, handles in own.items():
+            handles_by_backend.setdefault(getattr(v, _FUTURE).backend, []).append(
+                raw_variable(v).handle
+            )
+        for backend, handles in handles_by_backend.items():
             backend.await_variables(handles, is_write)
 
     if not variables:

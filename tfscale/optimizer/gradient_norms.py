@@ -73,10 +73,12 @@ class GradientNorms:
         """Resume from a result of `values`."""
         self._sums.assign(values)
 
-    def observe(self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]) -> None:
+    def observe(
+        self, local_gradients: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
         """Add the norms of a step."""
         chosen = [i for i, variable in enumerate(variables) if use_of(variable) == "weights"]
-        local = _square([own[i] for i in chosen])
+        local = _square([local_gradients[i] for i in chosen])
         mean = _square([reduced[i] for i in chosen]) / self._scale**2
         values = tf.stack([local, mean, tf.ones((), tf.float64)])
         self._sums.assign_add(

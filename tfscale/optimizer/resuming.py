@@ -70,9 +70,9 @@ class OptimizerState:
 
         These may be a part of the weights, or in another order than the model's.
         """
-        known = [scope.weights[i] for i in places if i is not None]
-        if known and len(known) == len(places) and not self.optimizer.built:
-            self.optimizer.build(known)
+        variables = [scope.weights[i] for i in places if i is not None]
+        if variables and len(variables) == len(places) and not self.optimizer.built:
+            self.optimizer.build(variables)
 
     def start_groups(self) -> bool:
         """Let groups of ranks train apart if they wait for that; return whether they did."""

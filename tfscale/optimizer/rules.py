@@ -196,9 +196,9 @@ def _squares(
     gradients: list[tf.Tensor], positions: Sequence[int], shards: Shards
 ) -> list[tf.Tensor]:
     """Return the sum of squares of each gradient's whole variable."""
-    own = [tf.reduce_sum(g * g) for g in gradients]
+    squares = [tf.reduce_sum(g * g) for g in gradients]
     dtype = _dtype_of_norms(shards)
-    parts = {p: s for p, s in zip(positions, own, strict=True) if p >= 0}
+    parts = {p: s for p, s in zip(positions, squares, strict=True) if p >= 0}
     vector = [
         tf.cast(parts[i], dtype) if i in parts else tf.zeros([], dtype) for i in shards.pieces
     ]
@@ -206,7 +206,7 @@ def _squares(
     places = {i: place for place, i in enumerate(shards.pieces)}
     return [
         tf.cast(sums[places[p]], s.dtype) if p >= 0 else s
-        for p, s in zip(positions, own, strict=True)
+        for p, s in zip(positions, squares, strict=True)
     ]
 
 

@@ -94,13 +94,13 @@ class KeptState:
 
         A range is (start, stop) in elements of the flat variable, or None for the whole variable.
         """
-        found: dict[int, tuple[Any, tuple[int, int] | None]] = {}
-        for i, (variable, place) in enumerate(self._placed()):
-            owned = self._shards.owned(place)
+        part_by_position: dict[int, tuple[Any, tuple[int, int] | None]] = {}
+        for i, (variable, target) in enumerate(self._placed()):
+            owned = self._shards.owned(target)
             if owned is not None:
-                is_whole = self._shards.is_whole(place)
-                found[i] = variable, None if is_whole else (owned.start, owned.stop)
-        return found
+                is_whole = self._shards.is_whole(target)
+                part_by_position[i] = variable, None if is_whole else (owned.start, owned.stop)
+        return part_by_position
 
     @property
     def n_bytes(self) -> int:
@@ -145,10 +145,10 @@ class KeptState:
         pairs = self._placed()
         whole = self._shapes_of_whole(pairs)
         arrays = []
-        for i, (variable, place) in enumerate(pairs):
-            value = variable.numpy() if place < 0 else self._gather(variable, place)
-            if place >= 0:
-                shape = tuple(self._shards.variables[place].shape)
+        for i, (variable, target) in enumerate(pairs):
+            value = variable.numpy() if target < 0 else self._gather(variable, target)
+            if target >= 0:
+                shape = tuple(self._shards.variables[target].shape)
                 value = value.reshape(whole.get(i, shape) if shape else ())
             if is_kept:
                 arrays.append(value)
@@ -160,19 +160,19 @@ class KeptState:
         """Gather the shapes of slots that one rank owns; those of other ranks may differ."""
         if not any(self._shards.is_whole(place) for _, place in pairs):
             return {}
-        own = {
+        shapes_here = {
             i: tuple(variable.shape)
             for i, (variable, place) in enumerate(pairs)
             if self._shards.is_whole(place) and self._shards.owned(place)
         }
-        every = objects.allgather_object(own, "shapes of slots", self.process_set)
+        every = objects.allgather_object(shapes_here, "shapes of slots", self.process_set)
         return {i: shape for shapes in every for i, shape in shapes.items()}
 
-    def _gather(self, slot: Any, place: int) -> np.ndarray:
+    def _gather(self, slot: Any, target: int) -> np.ndarray:
         flat = tf.reshape(slot.value, [-1])
-        if not self._shards.owned(place):
+        if not self._shards.owned(target):
             flat = flat[:0]  # The slot of an empty piece may have elements.
-        call = Call(self._shards.group, f"state of {self._shards.variables[place].path}")
+        call = Call(self._shards.group, f"state of {self._shards.variables[target].path}")
         gathered, _ = runtime.backend().allgather(flat, call)
         return gathered.numpy()
 
@@ -234,15 +234,15 @@ class KeptState:
         """
         self.note_load()
         pairs = self._placed()
-        for value, (variable, place) in zip(state, pairs[first : first + len(state)], strict=True):
-            owned = self._shards.owned(place)
-            if place < 0:
+        for value, (variable, target) in zip(state, pairs[first : first + len(state)], strict=True):
+            owned = self._shards.owned(target)
+            if target < 0:
                 variable.assign(value)
             elif owned is not None:
-                own = np.asarray(value)
-                if not self._shards.is_whole(place):
-                    own = own.reshape(-1)[owned.start : owned.stop]
-                variable.assign(own.reshape(tuple(variable.shape)))
+                part = np.asarray(value)
+                if not self._shards.is_whole(target):
+                    part = part.reshape(-1)[owned.start : owned.stop]
+                variable.assign(part.reshape(tuple(variable.shape)))
         if keeps and len(state) == len(pairs):
             self._loaded = (self._version(), list(state))
 
@@ -260,8 +260,8 @@ class KeptState:
         """
         ranks = process_set.group().ranks
         root = root_rank if root_rank in ranks else ranks[0]
-        own = self._loaded[1] if self._loaded and self._loaded[0] == self._version() else None
-        every = objects.allgather_object(own is not None, "who loaded a state", process_set)
+        loaded = self._loaded[1] if self._loaded and self._loaded[0] == self._version() else None
+        every = objects.allgather_object(loaded is not None, "who loaded a state", process_set)
         loaders = [rank for rank, has in zip(ranks, every, strict=True) if has]
         if not loaders:
             return
@@ -272,7 +272,7 @@ class KeptState:
                 "on all ranks."
             )
         for i in range(len(self._optimizer.variables)):
-            value = own[i] if own is not None and runtime.rank() == root else None
+            value = loaded[i] if loaded is not None and runtime.rank() == root else None
             value = objects.broadcast_object(value, root, "complete state", process_set)
             self.load([value], i, keeps=False)
 
@@ -351,13 +351,13 @@ class Slots:
         shards, places = self._shards, scope.places
         if shards is None or not shards.rounds:
             return {}
-        found = {}
+        masters = {}
         for index, piece in shards.pieces.items():
             variable, owned = shards.variables[index], shards.owned(index)
             if id(variable) in places:
                 held = (owned.start, owned.stop) if owned else (0, 0)
-                found[f"{_MASTER}{places[id(variable)]}"] = piece, held
-        return found
+                masters[f"{_MASTER}{places[id(variable)]}"] = piece, held
+        return masters
 
 
 def _assign(variable: Any, want: Range | None, saved: SavedStates, name: str) -> None:

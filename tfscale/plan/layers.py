@@ -71,9 +71,9 @@ class LayerTable:
         """Number of trainable values."""
         return sum(layer.n_values for layer in self.layers)
 
-    def positions(self, place: int) -> tuple[int, ...]:
+    def positions(self, layer_index: int) -> tuple[int, ...]:
         """Return the positions of one layer's variables among `parameters`."""
-        return tuple(i for i, p in enumerate(self.parameters) if p.layer == place)
+        return tuple(i for i, p in enumerate(self.parameters) if p.layer == layer_index)
 
 
 def merge_small(layers: Sequence[Layer]) -> tuple[Layer, ...]:

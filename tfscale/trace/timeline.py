@@ -106,10 +106,10 @@ def stop_timeline() -> None:
         )
     recording, _recording = _recording, None
     recording.clocks.measure()
-    every = objects.allgather_object(recording.finish(), name="timeline")
+    records = objects.allgather_object(recording.finish(), name="timeline")
     if runtime.rank() == 0:
-        entries = [entry for rank, _ in every for entry in rank]
-        write_trace(recording.path, entries, [error for _, error in every])
+        entries = [entry for rank, _ in records for entry in rank]
+        write_trace(recording.path, entries, [error for _, error in records])
 
 
 def note_span(name: str, begin_ns: int, end_ns: int) -> None:

@@ -248,10 +248,12 @@ class Distributed:
     def _prepare_training(self, model: keras.Model) -> BatchComparison:
         """Prepare a model, and wrap its optimizers."""
         batches = self._prepare(model)["train_step"]
-        own = {n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
+        attributes = {
+            n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)
+        }
         # One for each, also of two attributes, or of a model that was compiled again.
-        wrapped = {id(o.__wrapped__): o for o in own.values() if is_wrapped(o)}
-        for name, value in own.items():
+        wrapped = {id(o.__wrapped__): o for o in attributes.values() if is_wrapped(o)}
+        for name, value in attributes.items():
             if is_wrapped(value):
                 continue
             if id(value) not in wrapped:
@@ -353,11 +355,11 @@ def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
 
     `Synchronize` is added, and callbacks that write run on rank 0.
     """
-    own = _listed(callbacks)
-    loggers = [c for c in own if isinstance(c, keras.callbacks.CSVLogger)]
+    listed = _listed(callbacks)
+    loggers = [c for c in listed if isinstance(c, keras.callbacks.CSVLogger)]
     everywhere = [c for c, differs in zip(loggers, share_logs(loggers), strict=True) if differs]
     changed: list[Any] = []
-    for callback in own:
+    for callback in listed:
         if type(callback) is keras.callbacks.BackupAndRestore:
             options = (callback.save_freq, callback.double_checkpoint, callback.delete_checkpoint)
             changed.append(BackupAndRestore(callback.backup_dir, *options))
@@ -450,16 +452,16 @@ def _compared(batches: BatchComparison, data: Any, method: str, call: Callable[[
     return result
 
 
-def _require_equal_arguments(given: dict[str, Any], method: str) -> None:
+def _require_equal_arguments(arguments: dict[str, Any], method: str) -> None:
     """Compare arrays and plain settings over ranks. Collective."""
-    if isinstance(given.get("x"), GlobalBatches):
+    if isinstance(arguments.get("x"), GlobalBatches):
         raise ConfigError(
             f"x must be arrays or a dataset. Received: x=GlobalBatches in {method}. Pass the "
             "arrays or the dataset, with batch_size for all ranks together."
         )
-    own = {name: _describe(value) for name, value in given.items() if name != "callbacks"}
+    described = {name: _describe(value) for name, value in arguments.items() if name != "callbacks"}
     hint = "Read or generate the same data on every rank; tfscale.distribute gives each its part."
-    objects.require_equal(own, f"Arguments of {method}", hint)
+    objects.require_equal(described, f"Arguments of {method}", hint)
 
 
 def _describe(value: Any) -> str:

@@ -114,9 +114,9 @@ def _tune_groups(options: argparse.Namespace) -> int:
         sys.stderr.write(f"Probing {groups} groups ...\n")
         names = ("interval", "steps", "rate_rule", "learning_rate")
         settings = {name: vars(options)[name] for name in names} | {"groups": groups}
-        found = _run_probe(groups, settings, options)
-        series = {name: tuple(found[name]) for name in ("distances", "losses")}
-        probes.append(GroupProbe(**found | series))
+        measured = _run_probe(groups, settings, options)
+        series = {name: tuple(measured[name]) for name in ("distances", "losses")}
+        probes.append(GroupProbe(**measured | series))
     text = write_report(probes, options.output, made)
     sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
@@ -141,9 +141,9 @@ def _made(name: str, options: argparse.Namespace, settings: Sequence[str]) -> di
 
     given = {key: vars(options)[key] for key in settings if vars(options)[key] is not None}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
-    words = ["tfscale", "tune", name, *flags, options.script, *options.arguments]
+    command = ["tfscale", "tune", name, *flags, options.script, *options.arguments]
     # Seeds are the script's; the order of measured samples has seed 0.
-    return {"command": shlex.join(words), **_seed_of(options.arguments), **describe()}
+    return {"command": shlex.join(command), **_seed_of(options.arguments), **describe()}
 
 
 def _seed_of(arguments: Sequence[str]) -> dict[str, str]:
@@ -170,13 +170,13 @@ def _run_probe(ranks: int, settings: dict[str, Any], options: argparse.Namespace
     with tempfile.TemporaryDirectory() as folder:
         result, hosts = Path(folder) / "probe.json", vars(options).get("hosts")
         settings |= {"output": str(result)}
-        words = [
+        command = [
             *("run", "-np", str(ranks)),
             *(("-H", hosts, "--") if hosts else ()),
             *(sys.executable, "-m", "tfscale.tune.scripts", json.dumps(settings)),
             *(options.script, *options.arguments),
         ]
-        code = options.run_apart(words)
+        code = options.run_apart(command)
         if code or not result.exists():
             raise ConfigError(
                 "script must train with model.fit for all steps of a probe. Received: exit code "
@@ -209,9 +209,9 @@ def _tune_compression(options: argparse.Namespace) -> int:
     from tfscale.measure.compression import write_report
 
     names = [name.strip() for name in options.compressions.split(",")]
-    known = [name for name in vars(Compression) if not name.startswith("_")]
-    fits = len({*names}) == len(names) and {*names} <= {*known}
-    require(fits, "--compressions", f"different ones of {', '.join(known)}", options.compressions)
+    choices = [name for name in vars(Compression) if not name.startswith("_")]
+    fits = len({*names}) == len(names) and {*names} <= {*choices}
+    require(fits, "--compressions", f"different ones of {', '.join(choices)}", options.compressions)
     require(options.seeds >= 1, "--seeds", "1 or more", options.seeds)
     if options.hosts is not None:
         first, _ = parse_places(require_hosts(options.hosts, "-H"))[0]
@@ -272,10 +272,10 @@ def _tune_links(options: argparse.Namespace) -> int:
             f"--output must name a file that can be written. Received: {path} ({error}). "
             "Choose another file."
         ) from error
-    words = ["run", "-np", str(options.size)]
+    command = ["run", "-np", str(options.size)]
     if options.hosts is not None:
-        words += ["-H", options.hosts]
+        command += ["-H", options.hosts]
     names = ("output", "model", "model_file", "input_shape", "batch", "max_spread")
     settings = json.dumps({name: vars(options)[name] for name in names})
-    words += ["--", sys.executable, "-m", "tfscale.tune.links", settings]
-    return int(options.run_command(words))
+    command += ["--", sys.executable, "-m", "tfscale.tune.links", settings]
+    return int(options.run_command(command))

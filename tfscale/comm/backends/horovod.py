@@ -302,9 +302,9 @@ class HorovodBackend(Backend):
         # Horovod scatters sums only; others are allreduced, and each member keeps its rows.
         if reduction.op is not ReduceOp.SUM:
             reduced = self.allreduce([tensor], call, reduction)[0]
-            rows, size, own = tf.shape(tensor)[0], call.group.size, call.group.rank
-            begin = own * (rows // size) + tf.minimum(own, rows % size)
-            return reduced[begin : begin + rows // size + tf.cast(own < rows % size, tf.int32)]
+            rows, size, set_rank = tf.shape(tensor)[0], call.group.size, call.group.rank
+            begin = set_rank * (rows // size) + tf.minimum(set_rank, rows % size)
+            return reduced[begin : begin + rows // size + tf.cast(set_rank < rows % size, tf.int32)]
         scaled, terms = scale(widen(tensor), reduction.prescale), reduction.terms()
         options = {**_UNSCALED, "reduce_op": _REDUCE_OPS[reduction.op]}
         own_rows = self._run(self._ops.horovod_reducescatter, scaled, call, terms, **options)
