@@ -90,7 +90,7 @@ def raise_together(
     """Raise an error on all ranks if any of them has one. Collective.
 
     Args:
-        own: This rank's error in words; "" for none.
+        failure: This rank's error in words; "" for none.
         describe: Makes the exception of the errors of all ranks, each with its rank before it.
         name: Name of the collective in logs and errors.
         process_set: The ranks that take part.
@@ -129,7 +129,7 @@ def require_equal(
     """Raise an ExchangeError on all ranks unless they pass equal values. Collective.
 
     Args:
-        own: This rank's value; see `require_equal_values`.
+        value: This rank's value; see `require_equal_values`.
         what: What is compared; begins the text of the error.
         hint: What to do, in a sentence.
         name: Name of the collective in logs and errors; None for `what`.
@@ -146,7 +146,7 @@ def require_equal_values(
     """Raise an ExchangeError unless the values of ranks are equal, naming who has which.
 
     Args:
-        every: The value of each rank. Of dicts, lists and sets the entries that differ are shown;
+        value_by_rank: The value of each rank. Of dicts, lists and sets the entries that differ are shown;
             bytes are digests, which are not shown, nor are long values.
         what: What is compared; begins the text of the error.
         hint: What to do, in a sentence.

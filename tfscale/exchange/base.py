@@ -62,7 +62,7 @@ class Exchange(abc.ABC):
     def refuse(self, options: GradientOptions, nonfinite: str, where: str) -> None:
         """Raise a ConfigError if an optimizer's options do not fit the strategy.
 
-        `nonfinite` is that of `DistributedOptimizer`; `given` names the strategy as the user wrote
+        `nonfinite` is that of `DistributedOptimizer`; `where` names the strategy as the user wrote
         it.
         """
         if self.is_sharding or self.may_shard_later:

@@ -237,7 +237,7 @@ def ask(answer: Answer, step: int) -> set[Answer]:
     """Send the next action of this rank to all ranks, and return those of all. Collective.
 
     Ranks ask before steps that cannot be given up once begun, and around epochs of local SGD, see
-    `Progress`. `own` is "run" before a step, "end" at the end of an epoch, "stop" if training ends
+    `Progress`. `answer` is "run" before a step, "end" at the end of an epoch, "stop" if training ends
     early; `step` counts the steps of the epoch, with the one to begin. The result may hold "run"
     with "stop" (then no rank runs), never with "end". Every rank raises ExchangeError if epochs
     have unequal numbers of steps, or if a rank calls another collective.

@@ -79,7 +79,7 @@ class NormalizationByMoments(keras.layers.BatchNormalization):
     """A BatchNormalization whose mean and variance of a batch a method changes."""
 
     def moments(self, inputs: Any, mask: Any, of_rows: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return mean and variance; `own` are those of the inputs."""
+        """Return mean and variance; `of_rows` are those of the inputs."""
         return of_rows
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:

@@ -346,7 +346,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the report's lines of an epoch and rank, times in seconds since `origin_ns`.
 
-    There is a line of kind "step" per step, followed by one of kind "slot" per collective. `place`
+    There is a line of kind "step" per step, followed by one of kind "slot" per collective. `labels`
     has the numbers of the epoch and the rank.
     """
     slots = slots_by_step(record)

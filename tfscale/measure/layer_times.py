@@ -263,7 +263,7 @@ def measured_machine(
 
     The forward pass is split by the operations of its layers; back-propagation before the first
     gradient counts as forward pass. Layers without measured parameters take time in the forward
-    pass only. `batch` are samples per rank, and `known` has links that were measured before.
+    pass only. `batch` are samples per rank, and `measured` has links that were measured before.
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
     byte_s = measurement.byte_s * _bytes_per_planned(measurement, layer_of)
@@ -337,7 +337,7 @@ def measured_scenario(
     """Return the scenario to plan, with times of updates and of dense layers. Collective.
 
     `batch` are samples of all ranks together, if known: only then dense layers may exchange
-    activations. `known` has links that were measured before.
+    activations. `measured` has links that were measured before.
     """
     n_ranks = runtime.size()
     samples = batch or n_ranks

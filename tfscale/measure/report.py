@@ -183,7 +183,7 @@ def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
 
 
 def draw_step(axes: Any, rows: Sequence[Row], epoch_and_step: tuple[int, int]) -> None:
-    """Draw a step (`place`: epoch, step) of all ranks: a row of computation, one per collective."""
+    """Draw a step (`epoch_and_step`) of all ranks: a row of computation, one per collective."""
     chosen = [r for r in rows if (r.get("epoch"), r.get("step")) == epoch_and_step]
     steps = [s for s in of_kind(chosen, "step") if s["rank"] < _MAX_RANKS]
     origin = min(step["begin_s"] for step in steps)

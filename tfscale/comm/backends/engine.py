@@ -166,7 +166,7 @@ def pinned_core(rule: str, host_place: HostPlace, usable: Sequence[int]) -> int:
 
     Args:
         rule: `Settings.pin_core`.
-        place: Of the rank on its host.
+        host_place: Of the rank on its host.
         usable: Cores that the rank may run on, ascending.
 
     Raises:
