@@ -406,7 +406,7 @@ class ConsistencyCheck(Callback):
         digests_by_rank = dict(
             enumerate(objects.allgather_object(digests_here, name="check of weights"))
         )
-        counts = {rank: len(found) for rank, found in digests_by_rank.items()}
+        counts = {rank: len(rank_digests) for rank, rank_digests in digests_by_rank.items()}
         hint = "Build the model and the optimizer from the same code everywhere."
         objects.require_equal_values(counts, f"The number of variables {moment}", hint)
         distributed = distributed_of(self.model.optimizer)
@@ -415,8 +415,8 @@ class ConsistencyCheck(Callback):
         # By place, with the paths of rank 0: Keras numbers layers by process.
         labels = [f"{path} (variable {i})" for i, (path, _) in enumerate(digests_by_rank[0])]
         digests = {
-            rank: dict(zip(labels, [digest for _, digest in found], strict=True))
-            for rank, found in digests_by_rank.items()
+            rank: dict(zip(labels, [digest for _, digest in rank_digests], strict=True))
+            for rank, rank_digests in digests_by_rank.items()
         }
         groups = self.groups or (apart.ranks if apart else [ranks])
         objects.require_equal_values(digests, f"Weights {moment}", _CAUSES, groups)

@@ -146,7 +146,7 @@ def require_equal_values(
     """Raise an ExchangeError unless the values of ranks are equal, naming who has which.
 
     Args:
-        value_by_rank: The value of each rank. Of dicts, lists and sets the entries that differ are shown;
+        value_by_rank: Of dicts, lists and sets the entries that differ are shown;
             bytes are digests, which are not shown, nor are long values.
         what: What is compared; begins the text of the error.
         hint: What to do, in a sentence.

@@ -119,7 +119,7 @@ class Table:
         chosen = [self.parameters[i] for i in positions]
         specs = [replace(p.spec, dtype=p.wire_dtype) for p in chosen]
         if self.messages is not None:
-            places = {i: place for place, i in enumerate(positions)}
+            places = {i: position for position, i in enumerate(positions)}
             groups = [[places[i] for i in message if i in places] for message in self.messages]
             buckets = group_buckets(specs, [group for group in groups if group])
         elif self.n_messages > 0 and specs:
@@ -129,9 +129,9 @@ class Table:
         else:
             buckets = tuple(choose(specs))
         return [
-            tuple(positions[place] for place in part)
+            tuple(positions[position] for position in part)
             for bucket in buckets
-            for part in by_device(bucket, lambda place: chosen[place].device)
+            for part in by_device(bucket, lambda position: chosen[position].device)
         ]
 
 
@@ -460,7 +460,9 @@ def cut_parameters(
     """
     apart = by_device(positions, lambda i: table.parameters[i].device)
     if len(apart) > 1:
-        parts = [cut_parameters(table, own, size, bucket_bytes, paths) for own in apart]
+        parts = [
+            cut_parameters(table, piece_places, size, bucket_bytes, paths) for piece_places in apart
+        ]
         return tuple(sorted(itertools.chain(*parts), key=lambda bucket: bucket.indices))
     places = {i: position for position, i in enumerate(positions)}
     chosen = [table.parameters[i] for i in positions]
@@ -471,7 +473,10 @@ def cut_parameters(
         if kernel in places:
             rows.setdefault(kernel, []).append(position)
     # The kernel comes first, whatever the order of the variables.
-    by_rows = [tuple(sorted(own, key=lambda p: p != places[k])) for k, own in rows.items()]
+    by_rows = [
+        tuple(sorted(piece_places, key=lambda p: p != places[k]))
+        for k, piece_places in rows.items()
+    ]
     specs = [p.spec for p in chosen]
     groups = None if paths is None else places_of(specs, paths)
     buckets = build_segments(specs, size, bucket_bytes, whole, by_rows, groups)

@@ -365,7 +365,7 @@ def _require_equal_data(
 def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x") -> None:
     """Raise if each rank was given its own share of the samples: each would use a share of that.
 
-    `probes` are the results of `BatchSource.probe` on each rank; None for ranks without a source.
+    `probes` are the results of a source's `probe` on each rank; None for ranks without a source.
     """
     probe_by_rank = {rank: probe for rank, probe in enumerate(probes) if probe is not None}
     first = next(iter(probe_by_rank.values()), [])

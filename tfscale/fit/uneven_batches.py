@@ -1,7 +1,7 @@
 """Uneven batches: if one rank ends its epoch, stops or runs out of data, all ranks end together.
 
 `data/slices.py` avoids this for `GlobalBatches`, which give each rank as many batches. For all
-other data the numbers of steps are compared when a `fit` begins (`require_equal_numbers`). If they
+other data the numbers of steps are compared when a `fit` begins (`agreement.begin`). If they
 are not known then, or a rank stops, the others learn of it in their next step (`Progress`,
 `GuardedStep`), or where they next exchange anything (`StopTogether`).
 """
@@ -237,9 +237,9 @@ def ask(answer: Answer, step: int) -> set[Answer]:
     """Send the next action of this rank to all ranks, and return those of all. Collective.
 
     Ranks ask before steps that cannot be given up once begun, and around epochs of local SGD, see
-    `Progress`. `answer` is "run" before a step, "end" at the end of an epoch, "stop" if training ends
-    early; `step` counts the steps of the epoch, with the one to begin. The result may hold "run"
-    with "stop" (then no rank runs), never with "end". Every rank raises ExchangeError if epochs
+    `Progress`. `answer` is "run" before a step, "end" at the end of an epoch, "stop" if
+    training ends early; `step` counts the steps of the epoch, with the one to begin. The result
+    may hold "run" with "stop" (then no rank runs), never with "end". Every rank raises ExchangeError if epochs
     have unequal numbers of steps, or if a rank calls another collective.
     """
     headers = exchange_headers(Header(_ASKED, [answer, step], [], [], "fit"), runtime.world())

@@ -293,16 +293,19 @@ class GroupAverage:
         """Return means over the groups of changes of some targets, compressed. Collective."""
         if self.residuals is None:
             return mean_over(self.across, changes, what, self._compression)
-        few = [place for place, i in enumerate(part) if i in self._few]
-        rest = [place for place, i in enumerate(part) if i not in self._few]
-        exact = mean_over(self.across, [changes[place] for place in rest], what)
+        few = [position for position, i in enumerate(part) if i in self._few]
+        rest = [position for position, i in enumerate(part) if i not in self._few]
+        exact = mean_over(self.across, [changes[position] for position in rest], what)
         means = dict(zip(rest, exact, strict=True))
         if few:
             wire, call = replace(self._wire, updates=[]), Call(self.across, f"average of {what}")
-            own, indices = [changes[place] for place in few], [part[place] for place in few]
+            own, indices = (
+                [changes[position] for position in few],
+                [part[position] for position in few],
+            )
             means |= zip(few, wire.quantized(own, call, indices), strict=True)
             keep(wire.updates)
-        return [means[place] for place in range(len(part))]
+        return [means[position] for position in range(len(part))]
 
     def _average(self, part: Sequence[int]) -> tf.Tensor:
         """Give this rank's parameters the average; return the squared distance from it."""

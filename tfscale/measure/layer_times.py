@@ -190,14 +190,14 @@ def time_layers(layers: Sequence[str]) -> Generator[None, None, LayerMeasurement
     ends = ends[UNMEASURED_STEPS - 1 :]
     events = listener.take()
     listener.close()
-    places = {path: place for place, path in enumerate(layers)}
+    places = {path: layer_index for layer_index, path in enumerate(layers)}
     read = (_read_step(events, places, *pair) for pair in pairwise(ends))
     steps = [step for step in read if step.n_bytes]
     seen = sorted(steps[0].n_bytes) if steps else []
     whole = [step for step in steps if sorted(step.n_bytes) == seen]
-    ready = [float(np.median([s.ready_s[place] for s in whole])) for place in seen]
+    ready = [float(np.median([s.ready_s[layer_index] for s in whole])) for layer_index in seen]
     times = [float(np.median(own)) for own in zip(*(s.times_s for s in whole), strict=True)]
-    n_bytes = [whole[0].n_bytes[place] for place in seen]
+    n_bytes = [whole[0].n_bytes[layer_index] for layer_index in seen]
     times_by_rank = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
     per_host = _ranks_per_host()
     messages = _measure_messages(runtime.size() // per_host)
@@ -208,7 +208,7 @@ def time_layers(layers: Sequence[str]) -> Generator[None, None, LayerMeasurement
     wire_s = min(rank[2][3] for rank in times_by_rank)
     message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
     return LayerMeasurement(
-        tuple(layers[place] for place in seen),
+        tuple(layers[layer_index] for layer_index in seen),
         tuple(n_bytes),
         tuple(map(float, np.max([rank[1] for rank in times_by_rank], axis=0))),
         *(message_s, byte_s, before_s, after_s, step_s),

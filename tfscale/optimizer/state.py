@@ -158,12 +158,12 @@ class KeptState:
 
     def _shapes_of_whole(self, pairs: Sequence[tuple[Any, int]]) -> dict[int, tuple[int, ...]]:
         """Gather the shapes of slots that one rank owns; those of other ranks may differ."""
-        if not any(self._shards.is_whole(place) for _, place in pairs):
+        if not any(self._shards.is_whole(target) for _, target in pairs):
             return {}
         shapes_here = {
             i: tuple(variable.shape)
-            for i, (variable, place) in enumerate(pairs)
-            if self._shards.is_whole(place) and self._shards.owned(place)
+            for i, (variable, target) in enumerate(pairs)
+            if self._shards.is_whole(target) and self._shards.owned(target)
         }
         every = objects.allgather_object(shapes_here, "shapes of slots", self.process_set)
         return {i: shape for shapes in every for i, shape in shapes.items()}

@@ -147,9 +147,10 @@ def sent_bytes(scenario: Scenario, layer_index: int, kind: Kind) -> float:
 def cheap_partial_layers(scenario: Scenario) -> dict[int, Kind]:
     """Return the dense layers that send fewer bytes "partial" than "sharded", [T] eq. 4.8."""
     return {
-        place: "partial"
-        for place in dense_layers(scenario.table)
-        if sent_bytes(scenario, place, "partial") < sent_bytes(scenario, place, "sharded")
+        layer_index: "partial"
+        for layer_index in dense_layers(scenario.table)
+        if sent_bytes(scenario, layer_index, "partial")
+        < sent_bytes(scenario, layer_index, "sharded")
     }
 
 

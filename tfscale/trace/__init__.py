@@ -1,1 +1,1 @@
-"""What happened when: events of the engine, clocks, timelines and their file."""
+"""Events of the engine, clocks, timelines and their file."""

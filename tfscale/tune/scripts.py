@@ -106,8 +106,8 @@ def measure_script(
 ) -> list[Stage]:
     """Run a training script in this process; return the stages that its first `fit` reached.
 
-    `command` is the path of the script and its arguments, `at_epochs` the epochs trained before each
-    call of `measure`, counted from the first of the `fit`.
+    `command` is the path of the script and its arguments, `at_epochs` the epochs trained before
+    each call of `measure`, counted from the first of the `fit`.
     """
     if not Path(command[0]).is_file():
         raise ConfigError(f"script must be a file. Received: {command[0]}: no such file.")
