@@ -239,8 +239,8 @@ def ask(answer: Answer, step: int) -> set[Answer]:
     Ranks ask before steps that cannot be given up once begun, and around epochs of local SGD, see
     `Progress`. `answer` is "run" before a step, "end" at the end of an epoch, "stop" if
     training ends early; `step` counts the steps of the epoch, with the one to begin. The result
-    may hold "run" with "stop" (then no rank runs), never with "end". Every rank raises ExchangeError if epochs
-    have unequal numbers of steps, or if a rank calls another collective.
+    may hold "run" with "stop" (then no rank runs), never with "end". Every rank raises
+    ExchangeError if epochs have unequal numbers of steps, or if a rank calls another collective.
     """
     headers = exchange_headers(Header(_ASKED, [answer, step], [], [], "fit"), runtime.world())
     for rank, other in enumerate(headers):

@@ -299,11 +299,11 @@ class GroupAverage:
         means = dict(zip(rest, exact, strict=True))
         if few:
             wire, call = replace(self._wire, updates=[]), Call(self.across, f"average of {what}")
-            own, indices = (
+            few_changes, indices = (
                 [changes[position] for position in few],
                 [part[position] for position in few],
             )
-            means |= zip(few, wire.quantized(own, call, indices), strict=True)
+            means |= zip(few, wire.quantized(few_changes, call, indices), strict=True)
             keep(wire.updates)
         return [means[position] for position in range(len(part))]
 
