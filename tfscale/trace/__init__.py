@@ -1,1 +1,1 @@
-"""Events of the engine, clocks, timelines and their file."""
+"""Times of a step: events of the engine, clocks, timelines and their file."""
