@@ -59,8 +59,8 @@ def case_auto_follows_the_batch_size():
         return keras.Model(inputs, hidden)
 
     for batch, expected in ((12, "partial"), (12_000, "weights")):
-        model = compiled(build, tfscale.Sharded(global_batch=batch))
-        tfscale.prepare(model)
+        model = compiled(build, tfscale.Sharded())
+        tfscale.prepare(model, batch_size=batch)
         assert routes(model) == [expected, "weights", "weights"], (batch, routes(model))
     # Prepared before the data are known, then given to fit.
     model = compiled(build, tfscale.Sharded(), keras.optimizers.Adam(0.01))

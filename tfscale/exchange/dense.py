@@ -304,7 +304,7 @@ class DenseCalls:
         self.is_chosen = False
         # Kernel and bias (or None) of each layer whose kernel must be cut between rows.
         self.rows: list[tuple[Any, Any]] = []
-        self._global_batch: int | None = None
+        self.global_batch: int | None = None  # samples of all ranks together, if known
         self._said: dict[str, str] = {}
 
     @property
@@ -332,7 +332,7 @@ class DenseCalls:
         between ranks (or an empty string). Returns whether functions must be traced again.
         """
         self._model = weakref.ref(model)
-        self._global_batch = strategy.global_batch or global_batch or self._global_batch
+        self.global_batch = global_batch or self.global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
         shared = shared_weights(model)
         described = []
@@ -341,7 +341,7 @@ class DenseCalls:
             if not reason and any(is_local(v) for v in weights_of(layer)):
                 reason = "they are this rank's own"
             described.append(_describe(layer, reason, why_uncut))
-        kinds = strategy.dense_kinds(described, process_set.size(), self._global_batch)
+        kinds = strategy.dense_kinds(described, process_set.size(), self.global_batch)
         has_changed = False
         for layer, (kind, reason) in zip(layers, kinds, strict=True):
             has_changed |= _set_call(layer, kind, self._options, process_set)

@@ -92,7 +92,7 @@ class _Script:
         try:
             self._tree = ast.parse(text)
         except SyntaxError as error:
-            raise ConfigError(f"{name} must be Python. Received: {error}.") from error
+            raise ConfigError(f"script must be Python. Received: {name}: {error}.") from error
         self._edits, self._name = _Edits(text), name
         self._trained: set[str] = set()  # models, as they are named where they are compiled
         self._needs_keras_name = False
@@ -189,7 +189,7 @@ class _Script:
             if isinstance(arguments.get(name), ast.BinOp):  # [...] binds closer
                 text[name] = f"({text[name]})"
         size, part = text.get("batch_size", "32"), ""
-        rest = f"batch_size={size}, shuffle=False, drop_remainder=False)"
+        rest = f"batch_size={size}, shuffle=False)"
         valid = arguments.get("validation_data")
         if "validation_split" in text:
             statement = self._statement_of(call)

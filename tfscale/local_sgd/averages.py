@@ -269,8 +269,8 @@ class GroupAverage:
         self._n_intervals.assign_add(tf.cast(is_due, tf.int64))
         rule = self._strategy.interval
         if isinstance(rule, GrowingInterval):
-            steps = rule.start * (1.0 + rule.growth * tf.cast(self._n_intervals, tf.float64))
-            self.interval.assign(tf.minimum(tf.cast(steps, tf.int64), rule.most))
+            steps = rule.initial * (1.0 + rule.growth * tf.cast(self._n_intervals, tf.float64))
+            self.interval.assign(tf.minimum(tf.cast(steps, tf.int64), rule.maximum))
 
     def _parts(self) -> list[list[int]]:
         """Return the positions of each message; one message if an outer optimizer makes a step."""

@@ -110,13 +110,13 @@ class LocalSGD(Exchange):
     def least_interval(self) -> int:
         """The smallest number of steps between two averages."""
         interval = self.interval
-        return interval.least if isinstance(interval, IntervalRule) else int(interval)
+        return interval.minimum if isinstance(interval, IntervalRule) else int(interval)
 
     @property
     def first_interval(self) -> int:
         """Steps before the first average, unless a `DistanceGuard` asks for it earlier."""
         interval = self.interval
-        return interval.start if isinstance(interval, IntervalRule) else int(interval)
+        return interval.initial if isinstance(interval, IntervalRule) else int(interval)
 
     @property
     def first_overlap(self) -> int:

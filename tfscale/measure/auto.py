@@ -289,9 +289,11 @@ class AutoWatch(Watch):
         return dataclasses.replace(strategy_of(scenario.table, plan, name), outcome=outcome)
 
     def _global_batch(self) -> int | None:
-        if self._strategy.global_batch is not None:
-            return self._strategy.global_batch
-        return self._data.batch_size if isinstance(self._data, GlobalBatches) else None
+        if isinstance(self._data, GlobalBatches):
+            return self._data.batch_size
+        return (
+            None if self._model is None else self._model.optimizer.bound.executor.dense.global_batch
+        )
 
     def _is_other(self, batch: int | None) -> bool:
         now = self._global_batch()

@@ -211,7 +211,7 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
 
     Each kind has the options that are worth trying; the first one is `PLAIN`.
     """
-    table, n_samples = scenario.table, scenario.global_batch
+    table = scenario.table
     dense = parts.dense_layers(table)
 
     def chunks(n_replicated: int) -> dict[str, LayerPlan]:
@@ -238,6 +238,6 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
     for n_replicated in range(1, min(len(dense), _MOST_REPLICATED, n_layers - 1) + 1):
         plans_by_exchange["chunked, replicated dense"] |= chunks(n_replicated)
     if dense:
-        end, special = f", global_batch={n_samples})", parts.cheap_partial_layers(scenario)
-        plans_by_exchange["sharded, partial dense"] = buckets("Sharded", end, "sharded", special)
+        special = parts.cheap_partial_layers(scenario)
+        plans_by_exchange["sharded, partial dense"] = buckets("Sharded", ")", "sharded", special)
     return {kind: plans for kind, plans in plans_by_exchange.items() if plans}
