@@ -31,8 +31,8 @@ class PlanError(ValueError):
         >>> exchange.dense_kinds(layers=[], size=2, global_batch=64)  # as a step on two ranks does
         Traceback (most recent call last):
             ...
-        tfscale.config.PlanError: The model must have 2 Dense layers. Received: 0. Set
-        replicated_dense to 0 or less.
+        tfscale.config.PlanError: replicated_dense needs 2 Dense layers. Received: 0. Set it to 0
+        or less.
     """
 
 

@@ -194,7 +194,9 @@ def case_what_rank_0_cannot_list_and_what_one_rank_has_broken():
         finally:
             os.listdir = look
         own = folder / f"rank-{tfscale.rank()}"
-        require_error(lambda: Run().train(own), "a directory that all ranks write to", "rank 1")
+        require_error(
+            lambda: Run().train(own), "directory must be one that all ranks write to", "rank 1"
+        )
 
 
 @sizes(2, timeout_s=120)

@@ -111,15 +111,18 @@ def test_layers_that_cannot_be_replicated_stay_in_the_chunks():
     assert names == ["plain"]
 
 
+def large_and_small() -> list[keras.layers.Layer]:
+    return [keras.layers.Dense(units, name=f"{units}") for units in (512, 2)]
+
+
 def test_auto_takes_large_kernels():
-    layers = [keras.layers.Dense(units, name=f"{units}") for units in (512, 2)]
     exchange = tfscale.Chunked(replicated_dense="auto")
-    assert chosen(exchange, *layers, batch=32) == ["512"]
-    assert chosen(exchange, *layers) == []  # the batch size is not known
+    assert chosen(exchange, *large_and_small(), batch=32) == ["512"]
+    assert chosen(exchange, *large_and_small()) == []  # the batch size is not known
 
 
 def test_more_layers_than_there_are():
-    with pytest.raises(PlanError, match="must have 3 Dense layers"):
+    with pytest.raises(PlanError, match="needs 3 Dense layers"):
         chosen(tfscale.Chunked(replicated_dense=3), keras.layers.Dense(2))
 
 

@@ -198,7 +198,7 @@ def test_impossible_runs_are_refused(words, message, capsys, monkeypatch):
 def test_slurm_needs_srun(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main([*SLURM, "python", "t.py"]) == 2
-    assert "Received: srun, which is not" in capsys.readouterr().err
+    assert "starts ranks. Received: srun. Use --slurm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launcher", [[], ["--slurm"], ["--restarts", "1"]])

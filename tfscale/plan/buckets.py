@@ -104,9 +104,9 @@ def group_buckets(
     buckets: list[Bucket] = []
     for group in [*map(list, groups), *alone]:
         for dtype in {specs[i].dtype for i in group}:
-            own = sorted((i for i in group if specs[i].dtype == dtype), reverse=True)
-            cuts = range(0, len(own), _MOST_TENSORS)
-            buckets.extend(tuple(own[cut : cut + _MOST_TENSORS]) for cut in cuts)
+            places = sorted((i for i in group if specs[i].dtype == dtype), reverse=True)
+            cuts = range(0, len(places), _MOST_TENSORS)
+            buckets.extend(tuple(places[cut : cut + _MOST_TENSORS]) for cut in cuts)
     return tuple(sorted(buckets, key=min, reverse=True))
 
 

@@ -369,7 +369,7 @@ def _unoptimized() -> Iterator[None]:
     """Run functions as they were traced, within a block.
 
     A trial runs a few times only. TensorFlow's graph optimizer takes longer than that, and its time
-    grows with the square of the number of variables (`DependencyOptimizer`).
+    grows with the square of the number of variables.
     """
     options = tf.config.optimizer
     was_disabled = options.get_experimental_options().get("disable_meta_optimizer", False)
