@@ -443,7 +443,7 @@ def case_parts_with_other_numbers_of_rows():
             with distributed():
                 require_error(
                     lambda is_static=is_static: train_on_parts(13, 6, is_static),
-                    "Parts of a batch with different numbers of rows",
+                    "rows must be equal in all parts of a batch",
                 )
 
 

@@ -313,13 +313,13 @@ class Cached:
 
 def cached_libraries() -> list[Cached]:
     """Return the libraries of the user's cache, the newest first."""
-    found = []
+    libraries = []
     for path in _libraries_in(cache_folder()):
         stamp = compiler.read_stamp(path.parent)
         if stamp is not None and not path.parent.name.startswith(_UNFINISHED):
             status = path.stat()
-            found.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
-    return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
+            libraries.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
+    return [one for _, one in sorted(libraries, key=lambda pair: -pair[0])]
 
 
 def _libraries_in(folder: Path) -> list[Path]:

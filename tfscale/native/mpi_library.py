@@ -76,8 +76,8 @@ def _file_of(library: ctypes.CDLL) -> str:
     """Return the file from which a library, or one that it needs, has MPI; "" for none."""
     info, tell = _DlInfo(), ctypes.CDLL(None).dladdr
     function = ctypes.cast(library.MPI_Initialized, ctypes.c_void_p)
-    found = tell(function, ctypes.byref(info)) != 0 and info.file is not None
-    return os.path.realpath(os.fsdecode(info.file)) if found else ""
+    is_found = tell(function, ctypes.byref(info)) != 0 and info.file is not None
+    return os.path.realpath(os.fsdecode(info.file)) if is_found else ""
 
 
 def _of_mpi4py() -> str:
@@ -171,18 +171,18 @@ def locate(kind: str = "", built_for: list[str] | None = None) -> MpiLibrary:
 
 def find(kind: str = "", built_for: list[str] | None = None) -> MpiLibrary:
     """As `locate`, in another process: for those that are no ranks, which load no MPI."""
-    given = json.dumps([kind, built_for or []])
-    command = [sys.executable, "-c", _ASK, str(compiler.PACKAGE.parent), given]
+    arguments = json.dumps([kind, built_for or []])
+    command = [sys.executable, "-c", _ASK, str(compiler.PACKAGE.parent), arguments]
     answer = json.loads(compiler.run_quietly(command, "Looking for MPI").splitlines()[-1])
     if "error" in answer:
         raise BuildError(answer["error"])
     return MpiLibrary(**answer)
 
 
-def main(given: str) -> None:
+def main(arguments: str) -> None:
     """Write the answer to `find` on stdout."""
     try:
-        chosen = locate(*json.loads(given))
+        chosen = locate(*json.loads(arguments))
         answer = {**asdict(chosen), "version": _version(chosen.path)}
     except (BuildError, ConfigError) as error:
         answer = {"error": str(error)}
