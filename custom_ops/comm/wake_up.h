@@ -1,4 +1,4 @@
-// A condition variable whose waits may end at a time, by a clock that nobody sets.
+// A condition variable whose waits may end at a time, by a clock that is never set back.
 #ifndef TFSCALE_COMM_WAKE_UP_H_
 #define TFSCALE_COMM_WAKE_UP_H_
 
