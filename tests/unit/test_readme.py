@@ -190,9 +190,9 @@ def test_an_unchanged_script_is_distributed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_make_train_trains(tmp_path):
-    """The recipe of `make train` at its smallest; what `make build` does is not repeated."""
+    """The recipe of `make train` at its smallest; what `make library` does is not repeated."""
     folders = f"--data_dir={tmp_path} --run_dir={tmp_path}"
-    words = ["make", "-o", "build", "train", f"BIN={Path(sys.executable).parent}"]
+    words = ["make", "-o", "library", "train", f"BIN={Path(sys.executable).parent}"]
     run_command([*words, f"ARGS=--smoke {folders}"], ROOT)
     lines = (tmp_path / "edsr" / "metrics.jsonl").read_text().splitlines()
     assert lines and json.loads(lines[-1])["val_psnr"] > 0
