@@ -8,7 +8,7 @@ GROUP_NAMES ?= test dev
 NP ?= 2
 RECIPE ?= edsr
 DATA ?= $(if $(filter edsr,$(RECIPE)),phantom,fashion_mnist)
-ARGS ?= $(if $(filter edsr,$(RECIPE)),--filters 32 --images 400)
+ARGS ?= $(if $(filter edsr,$(RECIPE)),--blocks 8 --filters 16 --images 200)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 # A recipe's name may carry its depth: resnet20 is recipes/resnet.py --depth 20.
@@ -26,16 +26,15 @@ BENCH := build/bench
 venv: $(VENV)/.installed
 
 # All that `make train` needs. The package is installed as a link to this folder, without its library.
+# Modules are compiled when they are imported: most never are, and compiling all takes half a minute.
 $(VENV)/.package: pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing TensorFlow, Keras and the extras $(EXTRAS) into $(VENV)"
-	@$(PIP) install 'pip>=25.1'
-	@$(PIP) install -e '.[$(EXTRAS)]'
+	@$(BIN)/python tools/install.py --no-compile -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.package
-	@echo "Installing the tools of $(GROUP_NAMES) into $(VENV)"
-	@$(PIP) install $(addprefix --group ,$(GROUP_NAMES))
+	@$(PIP) install 'pip>=25.1'
+	@$(BIN)/python tools/install.py $(addprefix --group ,$(GROUP_NAMES))
 	@touch $@
 
 library: $(VENV)/.package
