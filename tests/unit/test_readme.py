@@ -109,6 +109,7 @@ def test_commands_exist(document, capsys):
 WHERE = {
     "pip install '.[mpich,recipes]'": "test_packaging.py::test_an_installed_wheel_compiles_its",
     "tfscale doctor": "test_doctor.py::test_a_healthy_machine",
+    "tfscale demo": "test_demo.py::test_two_ranks_train_what_one_process_trains",
     "tfscale build --mpicxx /opt/mpi/bin/mpicxx": "test_readme.py::test_a_library_of_another_mpi",
     "tfscale run -np 4 python train.py": "test_readme.py::test_the_example_runs_by_its_commands",
     "tfscale run -np 8 -H node1:4,node2:4 python train.py": "test_readme.py::test_commands_exist",
