@@ -9,8 +9,8 @@ from tests.helpers.launching import run_in_folder
 from tfscale.launcher import cli, demo
 from tfscale.launcher.demo import Curve
 
-ALONE = Curve("1", "one process with 1 core", [0.0, 2.0, 4.0, 8.0], [5.0, 4.0, 3.0, 1.0])
-TWO = Curve("2", "2 ranks with 1 core each", [0.0, 1.0, 2.0, 4.0], [5.0, 4.0, 3.0, 1.0])
+ALONE = Curve("1", "one process on 1 CPU", [0.0, 2.0, 4.0, 8.0], [5.0, 4.0, 3.0, 1.0])
+TWO = Curve("2", "2 ranks on 1 CPU each", [0.0, 1.0, 2.0, 4.0], [5.0, 4.0, 3.0, 1.0])
 CHART = """\
   loss
   5.00 |21
@@ -20,7 +20,7 @@ CHART = """\
   1.00 |    2  11
        +---------
         0   8.0 s
-        1: one process with 1 core, 2: 2 ranks with 1 core each
+        1: one process on 1 CPU, 2: 2 ranks on 1 CPU each
 """
 
 
@@ -57,18 +57,18 @@ def test_the_picture_has_a_line_for_each_training():
 @pytest.mark.parametrize(
     ("factor", "n_cores", "load", "expected"),
     [
-        (2.0, 4, 0.0, "2.00 times as fast.|could use all 4 cores"),
+        (2.0, 4, 0.0, "2.00 times as fast.|could use all CPUs"),
         (0.5, 1, 0.0, "2.00 times as slow.|not faster: they share cores."),
-        (1.0, 2, 9.0, "1.00 times as fast.|not faster: other programs use the cores (load 9.0)."),
-        (1.0, 2, 0.0, "1.00 times as fast.|not faster: they wait for each other's messages"),
+        (1.0, 2, 9.0, ": about as fast.|not faster: other programs use the cores (load 9.0)."),
+        (1.0, 2, 0.0, ": about as fast.|not faster: they wait for each other's messages"),
     ],
 )
 def test_the_last_lines_say_what_ranks_gained(factor, n_cores, load, expected):
     together = TWO._replace(
         seconds=[s / factor for s in ALONE.seconds], losses=[5.0, 4.0, 3.0, 1.25]
     )
-    text = demo.describe_end(ALONE, together, n_cores, load)
-    assert "The same 4 steps took 8.0 s on one process with 1 core, and" in text
+    text = demo.describe_end(ALONE, together, 2, n_cores, load)
+    assert "The same 4 steps took 8.0 s on one process on 1 CPU, and" in text
     assert "differ by at most 0.2" in text
     assert all(part in text for part in expected.split("|")), text
 

@@ -2,7 +2,7 @@
 
 The command starts one job, whose ranks run `python -m tfscale.launcher.demo`. First rank 0 trains
 alone, for half of the time. Then all ranks train the same model for as many steps, on the same
-batches. A rank has the same number of cores in both, so the chart shows what more cores give, as on
+batches. A rank has the same number of CPUs in both, so the chart shows what more CPUs give, as on
 more machines, and the losses show that the result is the same.
 """
 
@@ -92,7 +92,9 @@ def _demo(options: argparse.Namespace) -> int:
         sys.stderr.write("tfscale: the demo could not train. `tfscale doctor` says what to do.\n")
         return code or 1
     alone, together = curves = [Curve(**curve) for curve in found["curves"]]
-    sys.stdout.write(f"\n{draw(curves)}\n{describe_end(alone, together, n_cores, load)}")
+    sys.stdout.write(
+        f"\n{draw(curves)}\n{describe_end(alone, together, options.size, n_cores, load)}"
+    )
     if options.svg:
         write_atomically(options.svg, draw_svg(curves))
         sys.stdout.write(f"The chart is in {options.svg}.\n")
@@ -116,31 +118,30 @@ def describe_start(size: int, n_cores: int, load: float) -> str:
     return text
 
 
-def describe_end(alone: Curve, together: Curve, n_cores: int, load: float) -> str:
+def describe_end(alone: Curve, together: Curve, size: int, n_cores: int, load: float) -> str:
     """Return the lines after the chart: what the ranks gained, and whether the losses are equal."""
-    n_steps, size = len(alone.seconds), together.label
     times = alone.seconds[-1], together.seconds[-1]
     factor = times[0] / times[1]
-    difference = max(abs(a - b) for a, b in zip(alone.losses, together.losses, strict=True))
     gain = f"{factor:.2f} times as fast"
-    if factor < 1:
-        gain = f"{1 / factor:.2f} times as slow"
-    text = (
-        f"The same {n_steps} steps took {times[0]:.1f} s on {alone.label}, and {times[1]:.1f} s on "
-        f"{size}: {gain}.\nTheir losses differ by at most {difference:.1g}: the ranks train the "
-        "same model.\n"
-    )
     if factor < _FASTER:
-        reason = "they wait for each other's messages longer than they save"
-        if n_cores < int(together.mark if together.mark.isdigit() else 10):
-            reason = "they share cores"
-        elif load > n_cores / 2:
-            reason = f"other programs use the cores (load {load:.1f})"
-        return f"{text}The ranks were not faster: {reason}.\n"
-    return (
-        f"{text}One process alone could use all {n_cores} cores of this machine: ranks pay where "
-        "they bring cores of their own.\n"
+        gain = f"{1 / factor:.2f} times as slow" if factor < 1 / _FASTER else "about as fast"
+    difference = max(abs(a - b) for a, b in zip(alone.losses, together.losses, strict=True))
+    text = (
+        f"The same {len(alone.seconds)} steps took {times[0]:.1f} s on {alone.label}, and "
+        f"{times[1]:.1f} s on {together.label}: {gain}.\n"
+        f"Their losses differ by at most {difference:.1g}: the ranks train the same model.\n"
     )
+    if factor >= _FASTER:
+        return (
+            f"{text}One process alone could use all CPUs of this machine: ranks pay where they "
+            "bring CPUs of their own.\n"
+        )
+    reason = "they wait for each other's messages longer than they save"
+    if n_cores < size:
+        reason = "they share cores"
+    elif load > n_cores / 2:
+        reason = f"other programs use the cores (load {load:.1f})"
+    return f"{text}The ranks were not faster: {reason}.\n"
 
 
 # The chart.
@@ -289,14 +290,15 @@ def _train(settings: dict[str, Any]) -> None:
 
     tfscale.init(independent=True)  # rank 0 trains alone first
     shows = tfscale.rank() == 0
-    each = f"{len(cpus)} core{'s' if len(cpus) > 1 else ''}"
+    each = f"{len(cpus)} CPU{'s' if len(cpus) > 1 else ''}"
     size, data = tfscale.size(), _make_data()
-    label, alone = f"one process with {each}", ([], [])
+    label = f"one process on {each}"
+    alone: tuple[list[float], list[float]] = ([], [])
     if shows:
         alone = _fit(data, label, shows, lambda n, s: n > 1 and s >= settings["seconds"], False)
     n_steps = tfscale.broadcast_object(len(alone[0]))
     curves = [Curve("1", label, *alone)]
-    label = f"{size} ranks with {each} each"
+    label = f"{size} ranks on {each} each"
     seconds, losses = _fit(data, label, shows, lambda n, _: n >= n_steps, True)
     losses = tfscale.allreduce(tf.constant(losses, tf.float64)).numpy().tolist()  # of whole batches
     curves.append(Curve(str(size) if size < 10 else "n", label, seconds, losses))
@@ -327,6 +329,10 @@ def _fit(
 
     import tfscale
 
+    size, (x, y) = tfscale.size(), data
+    batch_size = max(1, _BATCH // size) * size  # each rank has equally many samples of a batch
+    n_samples = len(x) // batch_size * batch_size
+    x, y = x[:n_samples], y[:n_samples]
     seconds: list[float] = []
     losses: list[float] = []
     is_terminal = environment().get(TERMINAL_VARIABLE) == "1"
@@ -357,11 +363,11 @@ def _fit(
     fit: dict[str, Any] = {"epochs": 10**6, "verbose": 0, "shuffle": False}
     if shared:
         model.compile(tfscale.DistributedOptimizer(optimizer), loss)
-        batches = tfscale.data.GlobalBatches(*data, batch_size=_BATCH, shuffle=False)
+        batches = tfscale.data.GlobalBatches(x, y, batch_size=batch_size, shuffle=False)
         model.fit(batches, callbacks=[Steps(), tfscale.callbacks.Synchronize()], **fit)
     else:
         model.compile(optimizer, loss)
-        model.fit(*data, batch_size=_BATCH, callbacks=[Steps()], **fit)
+        model.fit(x, y, batch_size=batch_size, callbacks=[Steps()], **fit)
     return seconds, losses
 
 
