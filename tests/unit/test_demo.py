@@ -121,6 +121,7 @@ def test_without_mpi_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install mpich" in told and "`tfscale doctor` says what to do" in told
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_train_what_one_process_trains(tmp_path):
     words = ["tfscale.launcher.cli", "demo", "--seconds", "4", "--svg", "chart.svg"]

@@ -328,6 +328,7 @@ def _fit(
     import keras
 
     import tfscale
+    from tfscale.internals.keras import stop_training
 
     size, (x, y) = tfscale.size(), data
     batch_size = max(1, _BATCH // size) * size  # each rank has equally many samples of a batch
@@ -347,7 +348,8 @@ def _fit(
             mean = float(logs["loss"])  # over the steps of the epoch
             losses.append((batch + 1) * mean - batch * (self.mean if batch else 0.0))
             self.mean = mean
-            self.model.stop_training = is_last = ends(len(seconds), seconds[-1])
+            if is_last := ends(len(seconds), seconds[-1]):
+                stop_training(self.model)
             if shows and (is_last or (is_terminal and now - self.shown_at > 0.2)):
                 self.shown_at = now
                 line = f"{label}: step {len(seconds)}, {seconds[-1]:.1f} s"
