@@ -69,8 +69,14 @@ def test_the_last_lines_say_what_ranks_gained(factor, n_cores, load, expected):
     )
     text = demo.describe_end(ALONE, together, 2, n_cores, load)
     assert "The same 4 steps took 8.0 s on one process on 1 CPU, and" in text
-    assert "differ by at most 0.2" in text
+    assert "differ by at most 0.2.\n" in text
     assert all(part in text for part in expected.split("|")), text
+
+
+def test_losses_that_differ_by_rounding_are_those_of_the_same_training():
+    together = TWO._replace(losses=[5.0, 4.0, 3.0, 1.0001])
+    text = demo.describe_end(ALONE, together, 2, 2, 0.0)
+    assert "differ by at most 0.0001: the same training, up to rounding.\n" in text
 
 
 def test_too_few_cores_and_a_busy_machine_are_said_before_the_training():

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -30,6 +31,8 @@ _BATCH, _SAMPLES, _INPUTS, _CLASSES, _UNITS = 1024, 65536, 64, 10, 512
 _LEAST_S, _MOST_S = 4.0, 600.0
 # Less is the noise of a short measurement.
 _FASTER = 1.05
+# Of losses near 1 in float32, which each step amplifies.
+_ROUNDING = 0.01
 _NEXT_STEPS = """
 Next steps:
   tfscale run --distribute -np 2 python train.py   # your Keras script, unchanged
@@ -62,7 +65,7 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
     what = "train for half a minute on one process and on two ranks, and compare"
     demo = commands.add_parser("demo", help=what, description=f"{what.capitalize()}.")
     demo.add_argument("-np", "-n", type=int, default=2, dest="size", metavar="N", help="ranks (2)")
-    seconds = f"of training, {_LEAST_S:g} to {_MOST_S:g} (30); starting takes longer than that"
+    seconds = f"of training, {_LEAST_S:g} to {_MOST_S:g} (30); starting comes on top"
     demo.add_argument("--seconds", type=float, default=30.0, metavar="S", help=seconds)
     demo.add_argument("--svg", metavar="FILE", help="also draw the chart into a file")
     demo.set_defaults(handler=_demo)
@@ -89,7 +92,9 @@ def _demo(options: argparse.Namespace) -> int:
         code = int(options.run_command([*job, "--", sys.executable, "-m", __name__, settings]))
         found = read_json(result)
     if code or not found:
-        sys.stderr.write("tfscale: the demo could not train. `tfscale doctor` says what to do.\n")
+        if code != 128 + signal.SIGINT:
+            text = "tfscale: the demo could not train. `tfscale doctor` says what to do.\n"
+            sys.stderr.write(text)
         return code or 1
     alone, together = curves = [Curve(**curve) for curve in found["curves"]]
     sys.stdout.write(
@@ -126,10 +131,11 @@ def describe_end(alone: Curve, together: Curve, size: int, n_cores: int, load: f
     if factor < _FASTER:
         gain = f"{1 / factor:.2f} times as slow" if factor < 1 / _FASTER else "about as fast"
     difference = max(abs(a - b) for a, b in zip(alone.losses, together.losses, strict=True))
+    meaning = ": the same training, up to rounding" if difference < _ROUNDING else ""
     text = (
         f"The same {len(alone.seconds)} steps took {times[0]:.1f} s on {alone.label}, and "
         f"{times[1]:.1f} s on {together.label}: {gain}.\n"
-        f"Their losses differ by at most {difference:.1g}: the ranks train the same model.\n"
+        f"Their losses differ by at most {difference:.1g}{meaning}.\n"
     )
     if factor >= _FASTER:
         return (
@@ -280,8 +286,8 @@ def _train(settings: dict[str, Any]) -> None:
     """Train on rank 0, then on all ranks; rank 0 writes the two curves."""
     place = discover(environment())
     assert place is not None  # it was started by `tfscale run`
-    units = cores_by_unit(os.sched_getaffinity(0), _siblings)
-    cpus = share_of([*itertools.chain(*units)], place.rank, place.size, count_cores())
+    n_cpus, units = count_cores(), cores_by_unit(os.sched_getaffinity(0), _siblings)
+    cpus = share_of([*itertools.chain(*units)], place.rank, place.size, n_cpus)
     os.sched_setaffinity(0, cpus)  # before TensorFlow starts threads
 
     import tensorflow as tf
@@ -290,21 +296,25 @@ def _train(settings: dict[str, Any]) -> None:
 
     tfscale.init(independent=True)  # rank 0 trains alone first
     shows = tfscale.rank() == 0
-    each = f"{len(cpus)} CPU{'s' if len(cpus) > 1 else ''}"
     size, data = tfscale.size(), _make_data()
-    label = f"one process on {each}"
+    label = f"one process on {_cpus(len(cpus))}"
     alone: tuple[list[float], list[float]] = ([], [])
     if shows:
         alone = _fit(data, label, shows, lambda n, s: n > 1 and s >= settings["seconds"], False)
     n_steps = tfscale.broadcast_object(len(alone[0]))
     curves = [Curve("1", label, *alone)]
-    label = f"{size} ranks on {each} each"
+    of_each = _cpus(n_cpus) + " together" if n_cpus < size else _cpus(len(cpus)) + " each"
+    label = f"{size} ranks on {of_each}"
     seconds, losses = _fit(data, label, shows, lambda n, _: n >= n_steps, True)
     losses = tfscale.allreduce(tf.constant(losses, tf.float64)).numpy().tolist()  # of whole batches
     curves.append(Curve(str(size) if size < 10 else "n", label, seconds, losses))
     if shows:
         text = json.dumps({"curves": [curve._asdict() for curve in curves]})
         write_atomically(settings["output"], text)
+
+
+def _cpus(n: int) -> str:
+    return f"{n} CPU{'s' if n > 1 else ''}"
 
 
 def _make_data() -> tuple[Any, Any]:
