@@ -58,6 +58,7 @@ def test_the_picture_has_a_line_for_each_training():
     ("factor", "n_cores", "load", "expected"),
     [
         (2.0, 4, 0.0, "2.00 times as fast.|could use all CPUs"),
+        (2.0, 1, 9.0, "2.00 times as fast.|Do not count on that: the ranks share cores"),
         (0.5, 1, 0.0, "2.00 times as slow.|not faster: they share cores."),
         (1.0, 2, 9.0, ": about as fast.|not faster: other programs use the cores (load 9.0)."),
         (1.0, 2, 0.0, ": about as fast.|not faster: they wait for each other's messages"),

@@ -137,6 +137,11 @@ def describe_end(alone: Curve, together: Curve, size: int, n_cores: int, load: f
         f"{times[1]:.1f} s on {together.label}: {gain}.\n"
         f"Their losses differ by at most {difference:.1g}{meaning}.\n"
     )
+    if factor >= _FASTER and n_cores < size:
+        return (
+            f"{text}Do not count on that: the ranks share cores, and more processes only get more "
+            "of the time of a busy machine.\n"
+        )
     if factor >= _FASTER:
         return (
             f"{text}One process alone could use all CPUs of this machine: ranks pay where they "
