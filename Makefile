@@ -8,7 +8,7 @@ GROUP_NAMES ?= test dev
 NP ?= 2
 RECIPE ?= edsr
 DATA ?= $(if $(filter edsr,$(RECIPE)),phantom,fashion_mnist)
-ARGS ?= $(if $(filter edsr,$(RECIPE)),--blocks 8 --filters 16 --images 200)
+ARGS ?= $(if $(filter edsr,$(RECIPE)),--smoke)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 # A recipe's name may carry its depth: resnet20 is recipes/resnet.py --depth 20.

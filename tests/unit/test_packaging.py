@@ -171,11 +171,7 @@ def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tm
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (
-            [],
-            "-np 2 .venv/bin/python recipes/edsr.py  --data phantom --blocks 8 --filters 16 "
-            "--images 200",
-        ),
+        ([], "-np 2 .venv/bin/python recipes/edsr.py  --data phantom --smoke"),
         (
             ["RECIPE=resnet20", "DATA=fashion_mnist", "NP=3"],
             "-np 3 .venv/bin/python recipes/resnet.py --depth 20 --data fashion_mnist",
