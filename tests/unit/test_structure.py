@@ -103,7 +103,7 @@ DIRECT = {
     "fit/agreement": "unit/test_checkpoint_state"
     " unit/test_global_batches_records"
     " unit/test_optimizer_settings",
-    "transparent/batches": "unit/test_batches",
+    "fit/batches": "unit/test_batches",
     "transparent/differences": "unit/test_step_differences",
     "transparent/verify": "parallel/cases_verify",
     # Adaptations of Keras and TensorFlow, which differ between their versions.

@@ -163,7 +163,7 @@ class _Snapshot:
         """Copy the states of all metrics of a model; the metrics are left as they are."""
         states = metric_states(model)
         values = [np.asarray(variable.numpy(), np.float64) for variable, _, _ in states]
-        return cls(states, values, sources_of(model, step, is_direct), weight_of_last_batch())
+        return cls(states, values, sources_of(model, step, is_direct), weight_of_last_batch(step))
 
     def reduced_results(self) -> dict[str, Any]:
         """Return results over all ranks' data, by key; the metrics stay as they are. Collective."""

@@ -1,15 +1,17 @@
 """Shares of global batches: the rows that this rank computes within a traced or eager step.
 
-With `tfscale.distribute` every rank reads whole global batches, as one process would, and its step
-cuts out the rank's own rows. What averages over the rows of a batch (losses, gradients, metrics of
-scalars) needs the share's weight, because the shares of a batch may differ by one row.
+With `tfscale.distribute`, and where batches of a dataset grow, every rank reads whole global
+batches, as one process would, and its step cuts out the rank's own rows. What averages over the
+rows of a batch (losses, gradients, metrics of scalars) needs the share's weight, because the shares
+of a batch may differ by one row.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,18 +63,23 @@ class Share:
         return tf.cast(self.rows, dtype) * runtime.size() / tf.cast(self.total, dtype)
 
 
-_are_used = False
+_cutting: frozenset[str] = frozenset()  # names of steps that cut out shares
+_owner: Callable[[], Any] | None = None  # a weak reference to what must be alive
 
 
-def use(are_used: bool) -> None:
-    """Set whether all ranks read the same global batches, and their steps cut out shares."""
-    global _are_used
-    _are_used = are_used
+def use(steps: Collection[str], while_alive: Any = None) -> None:
+    """Set which steps of models ("train_step", ...) cut out shares of batches that all ranks read.
+
+    With an object, it holds until that is deleted.
+    """
+    global _cutting, _owner
+    _cutting = frozenset(steps)
+    _owner = None if while_alive is None else weakref.ref(while_alive)
 
 
-def are_used() -> bool:
+def are_used(step: str = "train_step") -> bool:
     """Return whether the ranks are given the same batches on purpose."""
-    return _are_used
+    return step in _cutting and (_owner is None or _owner() is not None)
 
 
 @dataclass(frozen=True)
@@ -116,9 +123,9 @@ def note_weight(share: Share) -> None:
     _last_weight.assign(share.weight(tf.float64))
 
 
-def weight_of_last_batch() -> float:
-    """Return the weight of this rank's rows in the mean over ranks of the last batch."""
-    return 1.0 if _last_weight is None or not _are_used else float(_last_weight)
+def weight_of_last_batch(step: str) -> float:
+    """Return the weight of this rank's rows in the mean over ranks of a step's last batch."""
+    return 1.0 if _last_weight is None or not are_used(step) else float(_last_weight)
 
 
 def current() -> Share | None:
@@ -166,7 +173,7 @@ def explanation(error: Exception, share: Share | None = None) -> str:
     if share is not None and isinstance(share.total, int):
         rows = f"{share.rows} of {share.total} rows"
     return (
-        f"A step under tfscale.distribute is given the rows of its rank, {rows} on rank "
+        f"A step is given the rows of its rank, {rows} on rank "
         f"{runtime.rank()}. Received: {text_with_place(error)}. If the step works in one process, "
         "take the number of rows from the batch, as tf.shape(x)[0], in place of a constant, and "
         "let the first axis of all parts of a batch be samples: see docs/distribute.md."

@@ -13,6 +13,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit.session import session_for, session_of
+from tfscale.fit.steps import end_broken_sharing
 from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals import keras as internals
 from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
@@ -53,6 +54,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         model(sample_batch)
     if runtime.is_single():
         return model
+    end_broken_sharing()
     _refuse_replicas(model)
     if not hasattr(model, "optimizer"):
         raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from tfscale.comm import process, runtime
+from tfscale.data.dataset_batches import served_in
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
 from tfscale.internals.keras import set_callbacks
@@ -52,8 +53,10 @@ class FitSession(Progress):
 
     @property
     def data(self) -> Any:
-        """The `x` of the `fit`."""
-        return self.call.data
+        """The `x` of the `fit`, or the batches that a callback serves in its place."""
+        epochs = self.call.epochs
+        served = None if epochs is None else served_in(epochs)
+        return self.call.data if served is None else served
 
     def add(self, callback: Traits) -> None:
         """Add a callback from the next hook on, in the place of an earlier one of its class."""

@@ -290,7 +290,8 @@ class GuardedStep:
         except tf.errors.OutOfRangeError:
             if session is not None:
                 session.end_of_data()
-            if shares.are_used() and not model.run_eagerly:
+            # With `tfscale.distribute` alone: there, Keras's own optimizer would have counted.
+            if shares.are_used("test_step") and not model.run_eagerly:
                 _count_missing_batch(model)
             raise
         except tf.errors.OpError as error:

@@ -31,6 +31,8 @@ from tfscale.config import ConfigError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
+from tfscale.fit import steps
+from tfscale.fit.batches import BatchComparison, OrderedPipelines
 from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import running_session
@@ -51,8 +53,7 @@ from tfscale.internals.optimizers import (
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
 from tfscale.start import init
-from tfscale.transparent import files, steps
-from tfscale.transparent.batches import BatchComparison, OrderedPipelines
+from tfscale.transparent import files
 from tfscale.transparent.files import WrittenOnce, share_logs
 from tfscale.transparent.verify import Verifier, Verify, require_verify
 
@@ -182,7 +183,7 @@ class Distributed:
         self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().iterate)
         strategy = resolve(exchange).within_group()
         files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
-        shares.use(True)
+        shares.use(_STEPS)
         write_on_first_rank(True)
         if runtime.rank() > 0:
             self._environment = replace_environment(_OTHER_RANKS)
@@ -194,7 +195,7 @@ class Distributed:
         global _running
         _running = None
         self._patches.undo()
-        shares.use(False)
+        shares.use(())
         write_on_first_rank(False)
         replace_environment(self._environment)
         for model in self._models:

@@ -1,7 +1,8 @@
 """Steps on shares of batches, which give the numbers of steps on whole batches.
 
-A model's `train_step`, `test_step` and `predict_step` are given whole batches and cut out this
-rank's rows. Within them, and only there,
+With `tfscale.distribute` a model's `train_step`, `test_step` and `predict_step` are given whole
+batches and cut out this rank's rows; in a `fit` whose dataset grows (`begin_sharing`) its
+`train_step` does. Within them, and only there,
 
 * losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
   sums, Dice);
@@ -16,6 +17,7 @@ rank's rows. Within them, and only there,
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +31,11 @@ from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import Share
 from tfscale.exchange.sync_batch_norm import global_moments
+from tfscale.fit.batches import BatchComparison
 from tfscale.fit.metric_updates import is_updating, updating
 from tfscale.internals.classes import Patches, sums_over_batch, weights_with_mask
+from tfscale.internals.keras import drop_functions, replace_step
+from tfscale.internals.stack import running_passes
 from tfscale.internals.trace import block_layout, joins_scalars, note_shape
 
 Look = Callable[[Any], Any]  # at a whole batch, before its step
@@ -101,6 +106,83 @@ def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
 
     step_on_all_rows.plain_step = step  # type: ignore[attr-defined]
     return step_on_all_rows
+
+
+class _Sharing:
+    """Whether the training step of a model cuts out shares: while one `fit` runs."""
+
+    def __init__(self) -> None:
+        self.comparison = BatchComparison()
+        self.epochs: Callable[[], Any] = lambda: None  # of that `fit`; a weak reference
+        self.is_traced = False  # since it began
+
+    @property
+    def is_on(self) -> bool:
+        return self.epochs() is not None
+
+
+_own_patches = Patches()  # for as long as steps of some model cut out shares
+_sharing_model: Callable[[], Any] | None = None  # the last one; a weak reference
+
+
+def begin_sharing(model: keras.Model, data: Any, epochs: Any) -> None:
+    """Let the training steps of a running `fit` compute this rank's rows of whole batches.
+
+    All ranks must be given the same batches, which is compared. Without effect on one rank, and
+    with `tfscale.distribute`, which does so anyway.
+
+    Args:
+        model: The model that trains.
+        data: The dataset of the batches, for errors that say why ranks read other ones.
+        epochs: Keras's iterator of epochs. When it is deleted, sharing has ended.
+    """
+    global _sharing_model
+    end_broken_sharing()
+    if runtime.is_single() or shares.are_used("test_step"):
+        return
+    sharing = _sharing_of(model)
+    if sharing is None:
+        sharing = _Sharing()
+        replace_step(model, "train_step", _step_in_fit(model.train_step, sharing))
+    sharing.epochs, sharing.is_traced = weakref.ref(epochs), True
+    _sharing_model = weakref.ref(model)
+    sharing.comparison.expect(data, "fit")
+    drop_functions(model, "train_function")
+    patch(_own_patches, "global")
+    shares.use(("train_step",), while_alive=epochs)
+
+
+def end_sharing(model: keras.Model) -> None:
+    """Let the training steps of a model compute whole batches, if a `fit` has changed that."""
+    sharing = _sharing_of(model)
+    if sharing is not None and sharing.is_traced:
+        shares.use(())
+        _own_patches.undo()
+        sharing.epochs, sharing.is_traced = (lambda: None), False
+        drop_functions(model, "train_function")
+
+
+def end_broken_sharing() -> None:
+    """As `end_sharing`, of the last model if its `fit` broke off."""
+    model = None if _sharing_model is None else _sharing_model()
+    sharing = None if model is None else _sharing_of(model)
+    if sharing is not None and sharing.epochs() not in running_passes():
+        end_sharing(model)
+
+
+def _sharing_of(model: keras.Model) -> _Sharing | None:
+    return getattr(getattr(model, "train_step", None), "sharing", None)  # also of what wraps it
+
+
+def _step_in_fit(step: Callable[[Any], Any], sharing: _Sharing) -> Callable[[Any], Any]:
+    on_rows = on_share(step, sharing.comparison)
+
+    @functools.wraps(step)
+    def step_in_fit(batch: Any) -> Any:
+        return on_rows(batch) if sharing.is_on else step(batch)
+
+    step_in_fit.sharing = sharing  # type: ignore[attr-defined]
+    return step_in_fit
 
 
 def plain_step(step: Any) -> Any:
