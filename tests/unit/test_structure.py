@@ -518,6 +518,7 @@ def test_weak_dictionaries_of_modules_stand_in_a_list():
         if match not in ("from", "import", "class", "def")
     }
     assert found == {
+        ("tfscale/data/dataset_batches.py", "_served"),
         ("tfscale/fit/metric_updates.py", "_watches"),
         ("tfscale/fit/session.py", "_sessions"),
         ("tfscale/internals/trace.py", "_contexts"),
