@@ -60,7 +60,7 @@ class BuildNative(build_py):
             shutil.copytree(COMPILED, package / "_lib", dirs_exist_ok=True)
         elif missing():
             text = "tfscale: its library will be compiled at the first use, not now."
-            self.announce(f"{text} {missing()}", level=3)
+            self.warn(f"{text} {missing()}")
         else:
             import_bare("tfscale.native.compiler").build(
                 package / "_lib", ROOT / "build" / "native"

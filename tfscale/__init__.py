@@ -20,7 +20,6 @@ _SUBMODULES = {
     "checkpoints": "checkpoints",
     "data": "data",
     "keras": "keras",
-    "optimizers": "optimizer.lars",
     "preemption": "checkpoints.preemption",
     "testing": "testing",
 }
@@ -62,6 +61,7 @@ _NAMES_BY_MODULE = {
     "measure.auto": ("after_step",),
     "transparent.distribute": ("distribute",),
     "optimizer.distributed": ("DistributedOptimizer", "PartialDistributedOptimizer"),
+    "optimizer.lars": ("LARS",),
     "optimizer.saving": ("load_model",),
     "optimizer.scalable_schedule": ("ScalableSchedule",),
     "optimizer.tape": ("DistributedGradientTape", "PartialDistributedGradientTape"),

@@ -98,11 +98,11 @@ from tfscale.local_sgd.intervals import (
 )
 from tfscale.local_sgd.strategy import LocalSGD as LocalSGD
 from tfscale.measure.auto import after_step as after_step
-from tfscale.optimizer import lars
 from tfscale.optimizer.distributed import (
     DistributedOptimizer as DistributedOptimizer,
     PartialDistributedOptimizer as PartialDistributedOptimizer,
 )
+from tfscale.optimizer.lars import LARS as LARS
 from tfscale.optimizer.saving import load_model as load_model
 from tfscale.optimizer.scalable_schedule import ScalableSchedule as ScalableSchedule
 from tfscale.optimizer.tape import (
@@ -112,7 +112,6 @@ from tfscale.optimizer.tape import (
 from tfscale.transparent.distribute import distribute as distribute
 
 __version__: str
-optimizers = lars
 elastic: missing.Missing
 
 def __dir__() -> list[str]: ...

@@ -277,14 +277,14 @@ def compiled(model: str, exchange: Any) -> Any:
     import keras
 
     import tfscale.keras as hvd
-    from tfscale import optimizers as own
+    from tfscale.optimizer.lars import LARS
 
     optimizers = keras.optimizers
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     falling = optimizers.schedules.ExponentialDecay(0.05, 5, 0.8)
     rules: dict[str, Callable[[], Any]] = {
         "vgg": lambda: optimizers.Adam(0.002),
-        "resnet": lambda: own.LARS(0.5, weight_decay=1e-4, trust_coefficient=0.02),
+        "resnet": lambda: LARS(0.5, weight_decay=1e-4, trust_coefficient=0.02),
         "edsr": lambda: optimizers.AdamW(0.002, weight_decay=0.01),
         "lstm": lambda: optimizers.Adam(0.01, global_clipnorm=0.3),
         "outputs": lambda: optimizers.SGD(falling, momentum=0.9, nesterov=True),

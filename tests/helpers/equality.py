@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 
 # Norms of whole variables, computed by each rank.
 LAYERWISE: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "lars": lambda: tfscale.optimizers.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01),
+    "lars": lambda: tfscale.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
 }
 

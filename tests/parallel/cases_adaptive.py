@@ -153,7 +153,7 @@ def case_growing_batches_equal_one_process_in_other_exchanges():
 
 
 def lars():
-    return tfscale.optimizers.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01)
+    return tfscale.LARS(0.1, trust_coefficient=0.05, weight_decay=0.01)
 
 
 @sizes(2, 4, timeout_s=180)

@@ -250,7 +250,7 @@ class Client(nbclient.NotebookClient):
 
 
 def run_notebook(tmp_path, cells, on_output=lambda client, text: None):
-    """Run cells; return what each has printed."""
+    """Run cells; return the output of each."""
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
     resources = {"metadata": {"path": str(tmp_path)}}
@@ -307,6 +307,7 @@ def test_a_notebook_trains_a_model_of_its_cells(tmp_path):
 
 
 def test_errors_and_interrupts_in_a_notebook(tmp_path):
+    # The function waits until it is interrupted: its rank must not end by itself.
     cells = [
         "import os, time, tfscale\ndef fail():\n    return 1 / len('')",
         "try:\n    tfscale.run(fail, np=1)\nexcept tfscale.RankError as error:\n    print(error)",

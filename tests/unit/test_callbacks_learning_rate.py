@@ -84,7 +84,7 @@ def test_momentum_correction_equals_numpy(momentum_correction, nesterov):
     [
         (SGD(0.1, momentum=0.5), "momentums", 0.25),
         (keras.optimizers.RMSprop(0.1, momentum=0.5), "_momentums", 0.25),
-        (tfscale.optimizers.LARS(0.1, momentum=0.5), "velocities", 0.25),
+        (tfscale.LARS(0.1, momentum=0.5), "velocities", 0.25),
         (keras.optimizers.LossScaleOptimizer(SGD(0.1, momentum=0.9)), "momentums", 0.25),
         (keras.optimizers.Adam(0.1), "_momentums", 1.0),
         pytest.param(

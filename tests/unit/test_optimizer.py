@@ -114,7 +114,7 @@ def test_cycles_of_batches(is_traced, is_mean, expected):
 def test_lars_by_hand():
     """|w| is 5 and |g| is 10: trust is 0.25 * 5 / (10 + 0.5 * 5 + 2.5). A bias has trust 1."""
     options = {"trust_coefficient": 0.25, "weight_decay": 0.5, "epsilon": 2.5}
-    rule = tfscale.optimizers.LARS(1.0, momentum=0.5, **options)
+    rule = tfscale.LARS(1.0, momentum=0.5, **options)
     matrix, bias = weight([[3.0, 4.0]]), weight([1.0, 2.0], "bias")
     DistributedOptimizer(rule).apply([gradient([6.0, 8.0]), gradient(0.5, 1.0)], [matrix, bias])
     np.testing.assert_allclose(matrix.numpy(), [[3 - 7.5 / 12, 4 - 10 / 12]], rtol=1e-12)

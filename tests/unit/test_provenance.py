@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfscale.launcher import tune
+from tfscale import tune
 from tfscale.measure import batch_size, groups, provenance
 
 

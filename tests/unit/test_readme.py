@@ -213,7 +213,7 @@ def test_a_library_of_another_mpi_is_built_by_its_wrapper(monkeypatch, capsys):
         asked.append(mpicxx)
         return output_dir / "libtfscale.so"
 
-    monkeypatch.setattr(library, "build", build)
+    monkeypatch.setattr(library.compiler, "build", build)
     (command,) = (c for c in WHERE if "--mpicxx" in c)
     assert cli.main(command.split()[1:]) == 0
     assert asked == ["/opt/mpi/bin/mpicxx"]

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tfscale.transparent import verify
 from tfscale.transparent.differences import Value, explain, find_differences
 
 EPSILON = 2.0**-23
@@ -96,3 +98,16 @@ def test_long_lists_are_cut():
         k: v for i in range(9) for k, v in values("gradient", GRADIENT + 1, f"w{i}").items()
     }
     assert "; and 3 more" in explain("fit", 2, find_differences(alone, combined, EPSILON))
+
+
+def test_trials_run_without_the_graph_optimizer_and_give_back_its_setting():
+    """Its time grows with the square of the number of variables; a trial runs a few times only."""
+    name = "disable_meta_optimizer"
+    options = tf.config.optimizer.get_experimental_options
+    for before in (False, True):
+        tf.config.optimizer.set_experimental_options({name: before})
+        with pytest.raises(RuntimeError), verify._unoptimized():
+            assert options()[name]
+            raise RuntimeError
+        assert options()[name] == before
+    tf.config.optimizer.set_experimental_options({name: False})

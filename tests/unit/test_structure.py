@@ -105,7 +105,7 @@ DIRECT = {
     " unit/test_optimizer_settings",
     "fit/batches": "unit/test_batches",
     "transparent/differences": "unit/test_step_differences",
-    "transparent/verify": "parallel/cases_verify",
+    "transparent/verify": "parallel/cases_verify unit/test_step_differences",
     # Adaptations of Keras and TensorFlow, which differ between their versions.
     "callbacks/learning_rate": "unit/test_callbacks_learning_rate",
     "callbacks/local_models": "unit/test_local_sgd",

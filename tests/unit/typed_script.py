@@ -18,7 +18,7 @@ from typing_extensions import assert_type
 
 import tfscale
 import tfscale.keras as hvd
-from tfscale import DistributedOptimizer, optimizers
+from tfscale import DistributedOptimizer
 from tfscale.callbacks import RankZero
 from tfscale.checkpoints import Found, list_checkpoints
 from tfscale.data import GlobalBatches
@@ -172,7 +172,7 @@ def train(folder: Path) -> float:
 
 def train_by_hand(model: keras.Model, x: Array, y: Array) -> None:
     optimizer = tfscale.PartialDistributedOptimizer(
-        optimizers.LARS(0.1), local_layers=model.layers[-1]
+        tfscale.LARS(0.1), local_layers=model.layers[-1]
     )
     assert_type(optimizer, DistributedOptimizer)
     with tf.GradientTape() as plain:
@@ -184,7 +184,7 @@ def train_by_hand(model: keras.Model, x: Array, y: Array) -> None:
         gradients = each.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     has_cut: bool = tfscale.after_step(optimizer, x)
-    tfscale.optimizers.LARS(learning_rate=0.1 if has_cut else 0.2)
+    tfscale.LARS(learning_rate=0.1 if has_cut else 0.2)
 
 
 def record(body: Callable[[], None]) -> None:

@@ -293,12 +293,13 @@ def broadcast_variables(
         if len(packed) == 1:
             broadcast_(packed, root_rank, process_set=process_set)
             continue
-        flat = tf.concat([tf.reshape(v, [-1]) for v in packed], 0)
+        # In NumPy: an op of TensorFlow with n inputs or outputs takes time that grows as n squared.
+        flat = np.concatenate([v.numpy().ravel() for v in packed])
         label = f"{getattr(packed[0], 'path', packed[0].name)} and {len(packed) - 1} more"
-        received = broadcast(flat, root_rank, process_set=process_set, name=label)
-        sizes = [_n_values(v) for v in packed]
-        for variable, values in zip(packed, tf.split(received, sizes), strict=True):
-            variable.assign(tf.reshape(values, variable.shape))
+        received = broadcast(flat, root_rank, process_set=process_set, name=label).numpy()
+        ends = np.cumsum([_n_values(v) for v in packed])
+        for variable, values in zip(packed, np.split(received, ends[:-1]), strict=True):
+            variable.assign(values.reshape(variable.shape))
 
 
 def _require_alike(variables: Sequence[Any], process_set: ProcessSet) -> None:

@@ -5,7 +5,7 @@ Undocumented names of Keras used here, checked with Keras 3.10 and 3.15:
 `_learning_rate`, `_var_key`, `_accumulated_gradients`, `_use_weight_decay`,
 `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`,
 `_model_variables_moving_average`, `_update_model_variables_moving_average`, `_track_variable`,
-`_tracker`, `_trainable_variables_indices`, `_distribution_strategy`;
+`_tracker`, `_trainable_variables_indices`, `_distribution_strategy`, `_all_reduce_sum_gradients`;
 `Variable.overwrite_with_gradient`, `Variable._path`.
 """
 

@@ -67,7 +67,7 @@ def write_call(
 
 
 def read_result(folder: Path, attempt: int, rank: int) -> Any:
-    """Return what the function has returned on a rank.
+    """Return the function's result on a rank.
 
     Raises:
         FileNotFoundError: It has not returned there.

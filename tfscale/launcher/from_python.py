@@ -96,7 +96,7 @@ def run(
     verbose: bool = False,
     **horovod: Any,
 ) -> list[Any]:
-    """Call a function on ranks that are started for it, and return what each of them returns.
+    """Call a function on ranks that are started for it, and return its results by rank.
 
     It works in a script, with or without `if __name__ == "__main__"`, and in a notebook's cell. The
     function may be one of the script or the cell, a lambda or a closure; cloudpickle sends it with

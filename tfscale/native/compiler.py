@@ -108,7 +108,7 @@ def ceiling(package: str) -> str:
 
 
 def requirement(package: str) -> str:
-    """Return what pip installs to get a tested version, such as "tensorflow>=2.18,<2.22"."""
+    """Return pip's requirement of a tested version, such as "tensorflow>=2.18,<2.22"."""
     return f"{package}>={TESTED[package][0]},{ceiling(package)}"
 
 

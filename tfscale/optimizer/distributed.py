@@ -463,7 +463,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         kept.load([np.asarray(store[str(i)]) for i in range(len(store))])
 
     def in_checkpoint(self, restores: bool) -> Any:
-        """Return what stands for the optimizer in a tf.train.Checkpoint: its complete state."""
+        """Return the optimizer's complete state as a node of a tf.train.Checkpoint."""
         kept = self._self_bound.kept
         if kept is not None:
             return kept.node

@@ -2,7 +2,7 @@
 
 Examples:
     >>> tfscale.init()
-    >>> optimizer = tfscale.DistributedOptimizer(tfscale.optimizers.LARS(learning_rate=2.0))
+    >>> optimizer = tfscale.DistributedOptimizer(tfscale.LARS(learning_rate=2.0))
     >>> optimizer.name, float(optimizer.learning_rate)
     ('lars', 2.0)
 """
@@ -32,7 +32,7 @@ class LARS(keras.optimizers.Optimizer):
     Source: You, Gitman, Ginsburg: Large batch training of convolutional networks, 2017, eqs. 4-6.
 
     Examples:
-        >>> optimizer = tfscale.optimizers.LARS(0.5, momentum=0.0, trust_coefficient=0.1)
+        >>> optimizer = tfscale.LARS(0.5, momentum=0.0, trust_coefficient=0.1)
         >>> kernel, bias = keras.Variable([[3.0, 4.0]]), keras.Variable([1.0])
         >>> optimizer.apply([tf.constant([[0.0, 2.0]]), tf.constant([1.0])], [kernel, bias])
         >>> kernel.numpy().round(3).tolist()  # trust is 0.1 * 5 / 2

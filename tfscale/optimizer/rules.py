@@ -106,6 +106,9 @@ def on_pieces(optimizer: Any, reduced: Reduced, executor: Executor) -> Iterator[
     """
     rule, shards = update_rule(optimizer), executor.shards
     with contextlib.ExitStack() as stack:
+        # Keras passes all gradients through one op of tf.distribute, which changes nothing here;
+        # TensorFlow's time to infer its shapes grows with the square of their number.
+        stack.enter_context(replaced(rule, _all_reduce_sum_gradients=list))
         if shards is not None:
             places = [shards.place(v) for v in reduced.variables if not overwrites_with_gradient(v)]
             positions = [i if i in shards.pieces else -1 for i in places]

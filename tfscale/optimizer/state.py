@@ -217,7 +217,7 @@ class KeptState:
     # Loading
 
     def _node_of(self, part: Any) -> ValueNode:
-        """Return what stands for a part in a checkpoint: gathered when saved, cut when restored."""
+        """Return the node of a part in a checkpoint: gathered when saved, cut when restored."""
 
         def index() -> int:
             return next(i for i, own in enumerate(self._optimizer.variables) if own is part)

@@ -1,1 +1,1 @@
-"""What happened when: events of the engine, clocks, timelines and their file."""
+"""Times of a step: events of the engine, clocks, timelines and their file."""

@@ -201,7 +201,7 @@ class Verifier:
         """Let optimizers record their gradients in a trial, within a block."""
         self._trial = trial
         try:
-            with own_calls(layers_of(trial.model)):
+            with own_calls(layers_of(trial.model)), _unoptimized():
                 yield
         finally:
             self._trial = None
@@ -364,6 +364,22 @@ class _PythonSeeds:
 # One way to compute a step
 
 
+@contextlib.contextmanager
+def _unoptimized() -> Iterator[None]:
+    """Run functions as they were traced, within a block.
+
+    A trial runs a few times only. TensorFlow's graph optimizer takes longer than that, and its time
+    grows with the square of the number of variables (`DependencyOptimizer`).
+    """
+    options = tf.config.optimizer
+    was_disabled = options.get_experimental_options().get("disable_meta_optimizer", False)
+    options.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        options.set_experimental_options({"disable_meta_optimizer": was_disabled})
+
+
 class _Trial:
     """A step that is computed without keeping what it changes.
 
@@ -456,7 +472,8 @@ class _Trial:
         if nudge is not None:
             self._nudge(nudge, handles, before)
         try:
-            results, gradients = self._function(batch)
+            with _unoptimized():
+                results, gradients = self._function(batch)
             values = self._results(results)
             if runtime.rank() == 0:
                 values += self._gradients(gradients) + self._variables(handles, before)
