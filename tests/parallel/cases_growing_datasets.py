@@ -247,7 +247,7 @@ def check_that_other_data_is_whole(model):
 
 
 @sizes(1, 2, timeout_s=300)
-def case_training_resumes_amid_an_epoch_with_larger_batches():
+def case_training_resumes_within_an_epoch_of_larger_batches():
     """Of the third epoch one step is saved; a dataset that repeats has 2 of them there, not 3."""
     with float64():
         for make_data, options in (

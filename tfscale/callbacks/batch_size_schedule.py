@@ -15,9 +15,9 @@ from tfscale.data.dataset_batches import DatasetBatches, served_in
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.fit.preparation import prepare
-from tfscale.fit.steps import begin_sharing, end_sharing
+from tfscale.fit.session import session_for
+from tfscale.fit.steps import share_batches
 from tfscale.internals.optimizers import rate_of, update_rule
-from tfscale.internals.stack import running_fit
 from tfscale.internals.traits import Phase, own_of
 
 
@@ -46,21 +46,20 @@ class ChangingBatchSize(Callback):
         super().on_train_begin(logs)
 
     def _serve_dataset(self, params: dict[str, Any]) -> None:
-        call = running_fit()
-        if call.model is not self.model or call.epochs is None or served_in(call.epochs):
+        call = session_for(self.model).call
+        if call.epochs is None or served_in(call.epochs):
             return
         data = self._batches_of(call.data)
         if data is None:
             return
-        if data.is_sharded and shares.are_used("test_step"):
+        if data.is_sharded and shares.are_used():
             raise ConfigError(
                 "With tfscale.distribute every rank reads the whole dataset. Received: "
                 "sharded=True. Leave it out, and do not shard the dataset."
             )
         n_epochs = (params.get("epochs") or 0) - call.initial_epoch
         params["steps"] = data.begin(call.epochs, self._sizes_of(data), n_epochs)
-        if not data.is_sharded:
-            begin_sharing(self.model, data.dataset, call.epochs)
+        prepare(self.model)  # its training step for these batches
 
     def size_of(self, epoch: int) -> int:
         """Return the number of samples of a step, over all ranks, in an epoch."""
@@ -99,7 +98,7 @@ class ChangingBatchSize(Callback):
         """Give the data its own batch size back."""
         super().on_train_end(logs)
         self._data.put_back_settings()
-        end_sharing(self.model)
+        share_batches(self.model, None)
 
 
 class BatchSizeSchedule(ChangingBatchSize):

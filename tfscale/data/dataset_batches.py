@@ -75,7 +75,7 @@ class DatasetBatches:
         self._rows_per_epoch: int | None = None  # of all epochs that one iterator serves
         self._grain = 1  # rows that such an iterator gives at a time
         self._n_epochs = self._n_taken = self._n_left = 0  # of epochs that have ended
-        self._resumed_size: int | None = None  # of an epoch that goes on
+        self._resumed_size: int | None = None  # of an epoch that is resumed
         self._size: int | None = None  # set by a callback, for this `fit`
 
     # Sizes count the samples of all ranks; rows are those that this rank reads.

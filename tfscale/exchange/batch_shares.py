@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,23 +62,18 @@ class Share:
         return tf.cast(self.rows, dtype) * runtime.size() / tf.cast(self.total, dtype)
 
 
-_cutting: frozenset[str] = frozenset()  # names of steps that cut out shares
-_owner: Callable[[], Any] | None = None  # a weak reference to what must be alive
+_are_used = False
 
 
-def use(steps: Collection[str], while_alive: Any = None) -> None:
-    """Set which steps of models ("train_step", ...) cut out shares of batches that all ranks read.
-
-    With an object, it holds until that is deleted.
-    """
-    global _cutting, _owner
-    _cutting = frozenset(steps)
-    _owner = None if while_alive is None else weakref.ref(while_alive)
+def use(are_used: bool) -> None:
+    """Set whether all ranks read the same global batches, and all steps cut out shares."""
+    global _are_used
+    _are_used = are_used
 
 
-def are_used(step: str = "train_step") -> bool:
-    """Return whether the ranks are given the same batches on purpose."""
-    return step in _cutting and (_owner is None or _owner() is not None)
+def are_used() -> bool:
+    """Return whether all steps are given the same batches on all ranks, on purpose."""
+    return _are_used
 
 
 @dataclass(frozen=True)
@@ -123,9 +117,9 @@ def note_weight(share: Share) -> None:
     _last_weight.assign(share.weight(tf.float64))
 
 
-def weight_of_last_batch(step: str) -> float:
-    """Return the weight of this rank's rows in the mean over ranks of a step's last batch."""
-    return 1.0 if _last_weight is None or not are_used(step) else float(_last_weight)
+def weight_of_last_batch() -> float:
+    """Return the weight of this rank's rows in the mean over ranks of the last shared batch."""
+    return 1.0 if _last_weight is None else float(_last_weight)
 
 
 def current() -> Share | None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfscale.comm.collectives import allgather
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import require
+from tfscale.exchange import batch_shares
 from tfscale.internals.classes import NormalizationByMoments
 from tfscale.internals.keras import wrap_moments_of
 
@@ -72,7 +73,10 @@ def synchronize(layer: Any, process_set: ProcessSet) -> bool:
 
     def of_all(moments: Any) -> Any:
         def moments_of_all(inputs: Any, mask: Any) -> tuple[Any, Any]:
-            return global_moments(layer, inputs, mask, moments(inputs, mask), vars(layer)[_SET])
+            own = moments(inputs, mask)
+            if batch_shares.current() is not None:  # such steps see to the statistics of all layers
+                return own
+            return global_moments(layer, inputs, mask, own, vars(layer)[_SET])
 
         return moments_of_all
 

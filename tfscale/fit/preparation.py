@@ -10,10 +10,10 @@ import keras
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.exchange import batch_shares, dense
+from tfscale.exchange import dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit.session import session_for, session_of
-from tfscale.fit.steps import end_broken_sharing
+from tfscale.fit.steps import share_batches
 from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals import keras as internals
 from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
@@ -54,7 +54,6 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         model(sample_batch)
     if runtime.is_single():
         return model
-    end_broken_sharing()
     _refuse_replicas(model)
     if not hasattr(model, "optimizer"):
         raise ConfigError(
@@ -70,6 +69,7 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     has_changed = _share_statistics(model) or has_changed
     if has_changed:
         internals.drop_functions(model)
+    share_batches(model, session_for(model).whole_batches)
     internals.wrap_train_function(
         model, lambda step: GuardedStep(model, step, session_of), GuardedStep
     )
@@ -140,8 +140,6 @@ def _share_statistics(model: keras.Model) -> bool:
     layers = internals.layers_of(model)
     synced = [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
     has_changed = any([layer.follow(process_set) for layer in synced])
-    if batch_shares.are_used():  # `tfscale.distribute` sees to the statistics of every layer
-        return has_changed
     own = [i for i in layers if isinstance(i, keras.layers.BatchNormalization)]
     own = [i for i in own if i.synchronized and i not in synced]
     return any([synchronize(layer, process_set) for layer in own]) or has_changed

@@ -1,8 +1,8 @@
 """Steps on shares of batches, which give the numbers of steps on whole batches.
 
 With `tfscale.distribute` a model's `train_step`, `test_step` and `predict_step` are given whole
-batches and cut out this rank's rows; in a `fit` whose dataset grows (`begin_sharing`) its
-`train_step` does. Within them, and only there,
+batches and cut out this rank's rows; in a `fit` whose batches of a dataset grow, its `train_step`
+does (`share_batches`). Within them, and only there,
 
 * losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
   sums, Dice);
@@ -17,7 +17,6 @@ batches and cut out this rank's rows; in a `fit` whose dataset grows (`begin_sha
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,6 @@ from tfscale.fit.batches import BatchComparison
 from tfscale.fit.metric_updates import is_updating, updating
 from tfscale.internals.classes import Patches, sums_over_batch, weights_with_mask
 from tfscale.internals.keras import drop_functions, replace_step
-from tfscale.internals.stack import running_passes
 from tfscale.internals.trace import block_layout, joins_scalars, note_shape
 
 Look = Callable[[Any], Any]  # at a whole batch, before its step
@@ -108,81 +106,68 @@ def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
     return step_on_all_rows
 
 
-class _Sharing:
-    """Whether the training step of a model cuts out shares: while one `fit` runs."""
+# The training step of a model in a `fit` whose batches all ranks read.
 
-    def __init__(self) -> None:
-        self.comparison = BatchComparison()
-        self.epochs: Callable[[], Any] = lambda: None  # of that `fit`; a weak reference
-        self.is_traced = False  # since it began
+
+class _StepInFit:
+    """A model's `train_step`, which computes this rank's rows while a `fit` has whole batches."""
+
+    def __init__(self, step: Callable[[Any], Any]) -> None:
+        self._step, self._comparison = step, BatchComparison()
+        self._on_rows = on_share(step, self._comparison)
+        self._has_whole_batches = False
+        self.step_in_fit = self  # functions that wrap this one have the attribute, too
+
+    def __call__(self, batch: Any) -> Any:
+        if not self._has_whole_batches:
+            return self._step(batch)
+        with Patches() as patches:
+            patch(patches, "global")
+            return self._on_rows(batch)
 
     @property
-    def is_on(self) -> bool:
-        return self.epochs() is not None
+    def has_whole_batches(self) -> bool:
+        """Whether the running `fit` gives all ranks the same batches."""
+        return self._has_whole_batches
+
+    def expect(self, data: Any) -> None:
+        """Expect whole batches of a dataset, to be compared between ranks; None: this rank's."""
+        self._has_whole_batches = data is not None
+        if data is not None:
+            self._comparison.expect(data, "fit")
 
 
-_own_patches = Patches()  # for as long as steps of some model cut out shares
-_sharing_model: Callable[[], Any] | None = None  # the last one; a weak reference
+def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
+    """Let training steps compute this rank's rows of whole batches, until this is called again.
 
-
-def begin_sharing(model: keras.Model, data: Any, epochs: Any) -> None:
-    """Let the training steps of a running `fit` compute this rank's rows of whole batches.
-
-    All ranks must be given the same batches, which is compared. Without effect on one rank, and
-    with `tfscale.distribute`, which does so anyway.
+    The step is wrapped once, and traced again at each change. Without effect on one rank, and with
+    `tfscale.distribute`, which does so anyway.
 
     Args:
         model: The model that trains.
-        data: The dataset of the batches, for errors that say why ranks read other ones.
-        epochs: Keras's iterator of epochs. When it is deleted, sharing has ended.
+        data: The dataset of the batches, which must be the same on all ranks; it tells why they are
+            not. None if each rank has batches of its own.
     """
-    global _sharing_model
-    end_broken_sharing()
-    if runtime.is_single() or shares.are_used("test_step"):
+    if runtime.is_single() or shares.are_used():
         return
-    sharing = _sharing_of(model)
-    if sharing is None:
-        sharing = _Sharing()
-        replace_step(model, "train_step", _step_in_fit(model.train_step, sharing))
-    sharing.epochs, sharing.is_traced = weakref.ref(epochs), True
-    _sharing_model = weakref.ref(model)
-    sharing.comparison.expect(data, "fit")
+    step = _step_in_fit_of(model)
+    if (data is not None) == (step is not None and step.has_whole_batches):
+        return
+    if step is None:
+        step = _StepInFit(model.train_step)
+        replace_step(model, "train_step", step)
+    step.expect(data)
     drop_functions(model, "train_function")
-    patch(_own_patches, "global")
-    shares.use(("train_step",), while_alive=epochs)
 
 
-def end_sharing(model: keras.Model) -> None:
-    """Let the training steps of a model compute whole batches, if a `fit` has changed that."""
-    sharing = _sharing_of(model)
-    if sharing is not None and sharing.is_traced:
-        shares.use(())
-        _own_patches.undo()
-        sharing.epochs, sharing.is_traced = (lambda: None), False
-        drop_functions(model, "train_function")
+def computes_rows(model: keras.Model, step: str) -> bool:
+    """Return whether a step of a model ("train_step", ...) is given batches that all ranks read."""
+    own = _step_in_fit_of(model) if step == "train_step" else None
+    return shares.are_used() or (own is not None and own.has_whole_batches)
 
 
-def end_broken_sharing() -> None:
-    """As `end_sharing`, of the last model if its `fit` broke off."""
-    model = None if _sharing_model is None else _sharing_model()
-    sharing = None if model is None else _sharing_of(model)
-    if sharing is not None and sharing.epochs() not in running_passes():
-        end_sharing(model)
-
-
-def _sharing_of(model: keras.Model) -> _Sharing | None:
-    return getattr(getattr(model, "train_step", None), "sharing", None)  # also of what wraps it
-
-
-def _step_in_fit(step: Callable[[Any], Any], sharing: _Sharing) -> Callable[[Any], Any]:
-    on_rows = on_share(step, sharing.comparison)
-
-    @functools.wraps(step)
-    def step_in_fit(batch: Any) -> Any:
-        return on_rows(batch) if sharing.is_on else step(batch)
-
-    step_in_fit.sharing = sharing  # type: ignore[attr-defined]
-    return step_in_fit
+def _step_in_fit_of(model: keras.Model) -> _StepInFit | None:
+    return getattr(getattr(model, "train_step", None), "step_in_fit", None)
 
 
 def plain_step(step: Any) -> Any:

@@ -183,7 +183,7 @@ class Distributed:
         self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().iterate)
         strategy = resolve(exchange).within_group()
         files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
-        shares.use(_STEPS)
+        shares.use(True)
         write_on_first_rank(True)
         if runtime.rank() > 0:
             self._environment = replace_environment(_OTHER_RANKS)
@@ -195,7 +195,7 @@ class Distributed:
         global _running
         _running = None
         self._patches.undo()
-        shares.use(())
+        shares.use(False)
         write_on_first_rank(False)
         replace_environment(self._environment)
         for model in self._models:
