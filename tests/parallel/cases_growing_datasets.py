@@ -16,6 +16,7 @@ from tfscale.testing import pretend_rank, require_close, require_equal_ranks
 
 # The last batch has 2 rows, so the third of three ranks has none.
 X, Y = np.random.default_rng(0).normal(size=(2, 98, 4))
+PARTS = (slice(0, 60), slice(60, 98))
 SIZES = [12, 24, 48, 48]
 RATES = [0.01, 0.02, 0.04, 0.04]
 computed = []  # rows of each step on this rank
@@ -134,6 +135,39 @@ def case_one_iterator_serves_all_epochs_of_a_dataset_that_repeats():
             assert computed == rows_of_this_rank(epochs)
             require_close(model.variables, expected.variables, atol=1e-10)
             np.testing.assert_allclose(history["loss"], losses, rtol=1e-9)
+
+
+@sizes(1, 2, 3, timeout_s=120)
+def case_statistics_and_dropout_are_those_of_whole_batches():
+    with float64():
+        layers = keras.layers
+        before = [[layers.BatchNormalization(synchronized=b), layers.Dropout(0.3)] for b in (0, 1)]
+        epochs = [cut(np.arange(98), size) for size in (12, 36)]
+        for own in before:
+            model, history = train(
+                dataset(), BatchSizeSchedule({1: 36}), model=model_of(*own), epochs=2
+            )
+            expected, losses = by_hand(epochs, [0.01] * 2, model=model_of(*copies(own)))
+            require_close(model.variables, expected.variables, atol=1e-10)
+            np.testing.assert_allclose(history["loss"], losses, rtol=1e-9)
+
+
+def copies(layers):
+    return [type(layer).from_config(layer.get_config()) for layer in layers]
+
+
+@sizes(2, timeout_s=120)
+def case_a_batch_size_that_no_step_tells_is_given():
+    with float64():
+        parts = [tf.data.Dataset.from_tensor_slices((X[i], Y[i])).batch(12) for i in PARTS]
+        data = parts[0].concatenate(parts[1])
+        epochs = [cut(np.arange(98), size) for size in (14, 28)]
+        expected, _ = by_hand(epochs, [0.01] * 2)
+        model, history = train(data, BatchSizeSchedule({0: 14, 1: 28}), epochs=2)
+        assert history["batch_size"] == [14, 28] and computed[:7] == rows_of_this_rank(epochs)[:7]
+        require_close(model.variables, expected.variables, atol=1e-10)
+        adaptive = AdaptiveBatchSize(data, 28, start_batch_size=14, interval=1, log_path=None)
+        assert train(data, adaptive, epochs=2)[1]["batch_size"] == [14, 28]
 
 
 class Mixed(keras.Model):

@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 
-from tfscale.callbacks.batch_size_schedule import (
-    ChangingBatchSize,
-    batches_for,
-    check_sizes,
-    own_batches,
-    require_same_data,
-)
+from tfscale.callbacks.batch_size_schedule import ChangingBatchSize, batches_for, check_sizes
 from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.learning_rate import AdaptiveRate, LearningRateScheduleCallback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError, require
 from tfscale.data.dataset_batches import DatasetBatches
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import count_active
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import build
@@ -71,7 +67,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     Examples:
         >>> tfscale.init()
-        >>> data = tfscale.data.GlobalBatches(np.zeros((16, 3)), np.ones((16, 1)), batch_size=4)
+        >>> data = tf.data.Dataset.from_tensor_slices((np.zeros((16, 3)), np.ones((16, 1))))
+        >>> data = data.batch(4)  # of all ranks
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
         >>> adaptive = tfscale.callbacks.AdaptiveBatchSize(data, max_batch_size=16, interval=2)
@@ -82,6 +79,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     compared = ("_settings", "_has_surplus", "_momentum_correction", "sharded")
 
+    data: GlobalBatches | DatasetBatches
     _control: growth.GrowthControl
     _rate: Any = None  # an AdaptiveRate from the first `fit` on
     _n_warmup_left = 0
@@ -89,7 +87,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     def __init__(
         self,
-        data: Any,
+        data: GlobalBatches | tf.data.Dataset,
         max_batch_size: int,
         *,
         sharded: bool = False,
@@ -113,12 +111,14 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
         Args:
             data: The data that `fit` trains on: `GlobalBatches`, or a batched `tf.data.Dataset`.
-                Batches of a dataset are global: every rank reads them, and trains on its rows. It
-                must be the same on all ranks, and so its order, which is compared.
+                Batches of a dataset are global: every rank reads them, and trains on its rows. So
+                they must be equal on all ranks, which is compared. A dataset that repeats needs
+                `steps_per_epoch` in `fit`; an epoch keeps its number of samples.
             max_batch_size: Final number of samples of a step over all ranks; at most the number of
                 samples of `data`.
-            sharded: The dataset is this rank's own; a step has a batch of each rank.
-            start_batch_size: Initial number of samples of a step; None uses `data.batch_size`. The
+            sharded: The dataset is this rank's own; a step has a batch of each rank. Sizes count
+                the samples of all ranks, which must divide them.
+            start_batch_size: Initial number of samples of a step; None uses that of the data. The
                 largest stable batch is best; `tfscale tune batch-size` looks for it.
             factor: Factor of each growth, greater than 1; that of the last one may be smaller.
             learning_rate_rule: The rate grows by the same factor ("linear"), by its root ("sqrt")
@@ -158,9 +158,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 "grow" meets `class_weight`, or a loss or exchange that is not a mean.
         """
         super().__init__()
-        self.data = data = batches_for(data, sharded)
+        self.data = own = batches_for(data, sharded)
         self._settings = growth.GrowthSettings(
-            sizes=growth.ladder(start_batch_size or data.batch_size, max_batch_size, factor),
+            sizes=growth.ladder(start_batch_size or own.batch_size, max_batch_size, factor),
             learning_rate_rule=learning_rate_rule,
             signal=signal,
             interval=None if isinstance(interval, tuple) else interval,
@@ -173,7 +173,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         fits = active_ranks in ("all", "grow")
         require(fits, "active_ranks", "'all' or 'grow'", active_ranks, "Use 'all' if in doubt.")
         self._has_surplus = active_ranks == "grow"
-        if isinstance(data, DatasetBatches) and (self._has_surplus or signal == "noise_scale"):
+        if isinstance(own, DatasetBatches) and (self._has_surplus or signal == "noise_scale"):
             raise ConfigError(
                 "active_ranks='grow' and signal='noise_scale' are for GlobalBatches; ranks share "
                 "batches of a dataset of any size. Received: "
@@ -186,10 +186,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
         self.verbose = verbose
         self._measures = EpochMeasures(has_noise_scale=signal == "noise_scale")
 
-    def _batches_of(self, data: Any) -> DatasetBatches | None:
-        return own_batches(self.data, data)
-
-    def _sizes_of(self, data: DatasetBatches) -> list[int]:
+    def all_sizes(self, data: GlobalBatches | DatasetBatches) -> list[int]:
+        """Return the sizes of all growths."""
         return list(self._settings.sizes)
 
     def set_model(self, model: Any) -> None:
@@ -202,7 +200,6 @@ class AdaptiveBatchSize(ChangingBatchSize):
         super().on_train_begin(logs)
         settings = self._settings
         first = self.session.call.initial_epoch  # also of a run that resumes from a backup
-        require_same_data(self, self.data)
         if not is_built(self.model):  # the first parameters must be known
             build(self.model)
         rate = AdaptiveRate(self.model, self._momentum_correction, self._rate)

@@ -26,13 +26,12 @@ class ChangingBatchSize(Callback):
 
     phase = Phase.DECIDE
     sets_batch_size = True
+    data: GlobalBatches | DatasetBatches | None = None  # that the callback was given
+    sharded = False
     _data: GlobalBatches | DatasetBatches
 
-    def _batches_of(self, data: Any) -> DatasetBatches | None:
-        """Return the batches to serve in place of the data of a `fit`; None for that data."""
-
-    def _sizes_of(self, data: DatasetBatches) -> list[int]:
-        """Return all batch sizes that a `fit` may have."""
+    def all_sizes(self, data: GlobalBatches | DatasetBatches) -> list[int]:
+        """Return all batch sizes that a `fit` may have, that of its first epoch first."""
         return [data.batch_size]
 
     def set_params(self, params: dict[str, Any]) -> None:
@@ -44,21 +43,29 @@ class ChangingBatchSize(Callback):
         """As for all callbacks."""
         self._serve_dataset(self.params or {})  # unless `set_params` was called before the `fit`
         super().on_train_begin(logs)
+        if self.data is not None and self.session.data is not self.data:
+            raise ConfigError(
+                f"{type(self).__name__} must be given the data that fit trains on. Received: "
+                f"another object, {type(self.session.data).__name__}, in fit. Pass the same "
+                "GlobalBatches or tf.data.Dataset to both."
+            )
 
     def _serve_dataset(self, params: dict[str, Any]) -> None:
-        call = session_for(self.model).call
-        if call.epochs is None or served_in(call.epochs):
+        call, data = session_for(self.model).call, self.data
+        is_dataset = isinstance(call.data, tf.data.Dataset)
+        if call.epochs is None or not is_dataset or served_in(call.epochs):
             return
-        data = self._batches_of(call.data)
         if data is None:
-            return
+            data = DatasetBatches(call.data, self.sharded)
+        if not isinstance(data, DatasetBatches) or data.dataset is not call.data:
+            return  # `on_train_begin` refuses it
         if data.is_sharded and shares.are_used():
             raise ConfigError(
                 "With tfscale.distribute every rank reads the whole dataset. Received: "
                 "sharded=True. Leave it out, and do not shard the dataset."
             )
         n_epochs = (params.get("epochs") or 0) - call.initial_epoch
-        params["steps"] = data.begin(call.epochs, self._sizes_of(data), n_epochs)
+        params["steps"] = data.begin(call.epochs, self.all_sizes(data), n_epochs)
         prepare(self.model)  # its training step for these batches
 
     def size_of(self, epoch: int) -> int:
@@ -138,7 +145,11 @@ class BatchSizeSchedule(ChangingBatchSize):
     compared = ("sizes", "sharded")
 
     def __init__(
-        self, data: Any = None, sizes: Mapping[int, int] | None = None, *, sharded: bool = False
+        self,
+        data: GlobalBatches | tf.data.Dataset | Mapping[int, int] | None = None,
+        sizes: Mapping[int, int] | None = None,
+        *,
+        sharded: bool = False,
     ) -> None:
         super().__init__()
         if sizes is None and isinstance(data, Mapping):
@@ -153,20 +164,14 @@ class BatchSizeSchedule(ChangingBatchSize):
         self.sharded = sharded
         self._first_size = 0
 
-    def _batches_of(self, data: Any) -> DatasetBatches | None:
-        if self.data is None and isinstance(data, tf.data.Dataset):
-            return DatasetBatches(data, self.sharded)
-        return own_batches(self.data, data)
-
-    def _sizes_of(self, data: DatasetBatches) -> list[int]:
-        return [data.batch_size, *self.sizes.values()]
+    def all_sizes(self, data: GlobalBatches | DatasetBatches) -> list[int]:
+        """Return the size of the data, unless all epochs have others, and those of the schedule."""
+        return [*([] if 0 in self.sizes else [data.batch_size]), *self.sizes.values()]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse data, sizes and learning rates that do not fit."""
         super().on_train_begin(logs)
         data = self.session.data
-        if self.data is not None:
-            require_same_data(self, self.data)
         check_data(data, self.sharded)
         rate = rate_of(update_rule(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
@@ -176,9 +181,10 @@ class BatchSizeSchedule(ChangingBatchSize):
                 "and LearningRateScheduleCallback for a rate that follows epochs."
             )
         with self._take_over(data):
-            self._first_size = data.batch_size
-            sizes = sorted({data.batch_size, *self.sizes.values()})
-            check_sizes(data, sizes, "size", "Name sizes that are multiples of their number.")
+            sizes = self.all_sizes(data)
+            self._first_size = sizes[0]
+            remedy = "Name sizes that are multiples of their number."
+            check_sizes(data, sorted(set(sizes)), "size", remedy)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the size to the logs."""
@@ -199,21 +205,6 @@ def batches_for(data: Any, sharded: bool) -> GlobalBatches | DatasetBatches:
     check_data(data, sharded)
     data.put_back_settings()  # of a `fit` that was interrupted
     return data
-
-
-def own_batches(own: Any, data: Any) -> DatasetBatches | None:
-    """Return the batches of a callback if they are those of the dataset that `fit` trains on."""
-    return own if isinstance(own, DatasetBatches) and own.dataset is data else None
-
-
-def require_same_data(own: ChangingBatchSize, data: GlobalBatches | DatasetBatches) -> None:
-    """Refuse a `fit` that trains on other data than a callback was given."""
-    if own.session.data is not data:
-        raise ConfigError(
-            f"{type(own).__name__} must be given the data that fit trains on. Received: "
-            f"another object, {type(own.session.data).__name__}, in fit. Pass the same "
-            "GlobalBatches or tf.data.Dataset to both."
-        )
 
 
 def check_data(data: Any, sharded: bool = False) -> None:

@@ -90,8 +90,8 @@ class DatasetBatches:
         if self._size is None and self._rows_per_batch is None:
             raise ConfigError(
                 "The number of rows of the dataset's batches must be known. Received: a dataset "
-                "whose steps do not tell. Pass start_batch_size, or let batch() be its last step "
-                "but for map, shuffle, repeat and prefetch."
+                "whose steps do not tell. Pass start_batch_size, or a size for epoch 0 to "
+                "BatchSizeSchedule, or let only map, shuffle, repeat and prefetch follow batch()."
             )
         return self._size or int(self._rows_per_batch or 0) * self._n_shards
 
@@ -156,7 +156,7 @@ class DatasetBatches:
 
         Args:
             epochs: Keras's iterator of epochs.
-            sizes: All batch sizes that the `fit` may have.
+            sizes: All batch sizes that the `fit` may have, that of its first epoch first.
             n_epochs: Number of epochs.
 
         Returns:
@@ -167,10 +167,11 @@ class DatasetBatches:
         """
         self._end()
         self._epochs, self._source = epochs, dataset_in(epochs)
+        self.batch_size = sizes[0]
         n_steps, n_batches = epochs.steps_per_epoch, int(self.dataset.cardinality())
         if n_steps is not None and n_steps != n_batches:
             self._require_rows(n_steps, n_batches, n_epochs)
-            rows = n_steps * (self._rows_per_batch or self._local(sizes[0]))
+            rows = n_steps * (self._rows_per_batch or self._local(self.batch_size))
             self._rows_per_epoch = rows
             self._grain = math.gcd(rows, *map(self._local, sizes))
         elif n_batches == INFINITE:
@@ -193,8 +194,7 @@ class DatasetBatches:
             )
 
     def _set_steps(self) -> None:
-        if self._size is not None or self._rows_per_batch is not None:
-            self._steps.set(self.steps_for(self.batch_size) or 0)
+        self._steps.set(self.steps_for(self.batch_size) or 0)
 
     def open_epoch(self) -> None:
         """Serve the epoch that is about to begin in batches of the present size."""
