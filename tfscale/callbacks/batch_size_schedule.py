@@ -64,6 +64,7 @@ class ChangingBatchSize(Callback):
                 "With tfscale.distribute every rank reads the whole dataset. Received: "
                 "sharded=True. Leave it out, and do not shard the dataset."
             )
+        data.put_back_settings()  # of a `fit` that was interrupted
         n_epochs = (params.get("epochs") or 0) - call.initial_epoch
         params["steps"] = data.begin(call.epochs, self.all_sizes(data), n_epochs)
         prepare(self.model)  # its training step for these batches
