@@ -208,10 +208,10 @@ def test_a_later_fit_begins_with_the_batches_of_the_dataset():
     ("data", "given", "options", "text"),
     [
         (numbered(8).batch(2), numbered(8).batch(2), {}, "the data that fit trains on"),
-        (numbered(8).batch(2).repeat(), None, {}, "needs steps_per_epoch"),
+        (numbered(8).batch(2).repeat(), None, {}, "steps_per_epoch must be given"),
         (numbered(8).batch(2), None, {"steps_per_epoch": 3}, "a dataset of 4 batches"),
         (numbered(3).batch(2), None, {}, "samples=3"),
-        (np.ones((8, 1)), None, {}, "Use a batched tf.data.Dataset"),
+        (np.ones((8, 1)), None, {}, "data must be a batched tf.data.Dataset"),
     ],
 )
 def test_a_fit_that_does_not_suit_is_refused(data, given, options, text):
@@ -223,5 +223,5 @@ def test_a_fit_that_does_not_suit_is_refused(data, given, options, text):
 
 @pytest.mark.parametrize("options", [{"active_ranks": "grow"}, {"signal": "noise_scale"}])
 def test_options_for_global_batches_alone_are_refused(options):
-    with pytest.raises(ConfigError, match="are for GlobalBatches"):
+    with pytest.raises(ConfigError, match="need GlobalBatches"):
         AdaptiveBatchSize(numbered(8).batch(2), 4, **options)

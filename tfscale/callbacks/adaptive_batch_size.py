@@ -175,10 +175,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
         self._has_surplus = active_ranks == "grow"
         if isinstance(own, DatasetBatches) and (self._has_surplus or signal == "noise_scale"):
             raise ConfigError(
-                "active_ranks='grow' and signal='noise_scale' are for GlobalBatches; ranks share "
-                "batches of a dataset of any size. Received: "
+                "active_ranks='grow' and signal='noise_scale' need GlobalBatches. Received: "
                 f"active_ranks={active_ranks!r}, signal={signal!r} with a tf.data.Dataset. Leave "
-                "them out, or use GlobalBatches.from_dataset."
+                "them out: ranks share batches of a dataset of any size."
             )
         self._momentum_correction = momentum_correction
         self.sharded = sharded

@@ -61,8 +61,8 @@ class ChangingBatchSize(Callback):
             return  # `on_train_begin` refuses it
         if data.is_sharded and shares.are_used():
             raise ConfigError(
-                "With tfscale.distribute every rank reads the whole dataset. Received: "
-                "sharded=True. Leave it out, and do not shard the dataset."
+                "sharded must be False with tfscale.distribute: every rank reads the whole "
+                "dataset. Received: sharded=True. Leave it out, and do not shard the dataset."
             )
         data.put_back_settings()  # of a `fit` that was interrupted
         n_epochs = (params.get("epochs") or 0) - call.initial_epoch
@@ -212,13 +212,13 @@ def check_data(data: Any, sharded: bool = False) -> None:
     """Refuse data whose batch size cannot change."""
     if not isinstance(data, GlobalBatches | DatasetBatches):
         raise ConfigError(
-            "The batch size can change inside of one fit only where tfscale cuts the batches. "
-            f"Received: data={type(data).__name__}. Use a batched tf.data.Dataset, or "
-            "tfscale.data.GlobalBatches(x, y, ...)."
+            "data must be a batched tf.data.Dataset or GlobalBatches, whose batch size can change "
+            f"within a fit. Received: data={type(data).__name__}. Use one of these."
         )
     if sharded and isinstance(data, GlobalBatches):
         raise ConfigError(
-            "GlobalBatches gives each rank its slices itself. Received: sharded=True. Leave it out."
+            "sharded must be False with GlobalBatches, which gives each rank its slices. Received: "
+            "sharded=True. Leave it out."
         )
 
 

@@ -56,9 +56,9 @@ class DatasetBatches:
         why = why_not_rebatched(dataset)
         if why:
             raise ConfigError(
-                "The dataset must consist of batches whose rows can be put into larger batches. "
-                f"Received: {why}. Use batch() after steps that give each row one shape, or "
-                "ragged_batch() for rows of any length."
+                "dataset must have batches whose rows can be put into larger batches. Received: "
+                f"{why}. Use batch() after steps that give each row one shape, or ragged_batch() "
+                "for rows of any length."
             )
         self.dataset = dataset
         self.is_sharded = is_sharded
@@ -89,8 +89,8 @@ class DatasetBatches:
         """
         if self._size is None and self._rows_per_batch is None:
             raise ConfigError(
-                "The number of rows of the dataset's batches must be known. Received: a dataset "
-                "whose steps do not tell. Pass start_batch_size, or a size for epoch 0 to "
+                "batch_size must be known from the dataset's steps. Received: a dataset whose "
+                "steps do not tell. Pass start_batch_size, or a size for epoch 0 to "
                 "BatchSizeSchedule, or let only map, shuffle, repeat and prefetch follow batch()."
             )
         return self._size or int(self._rows_per_batch or 0) * self._n_shards
@@ -114,8 +114,8 @@ class DatasetBatches:
         """Return the rows of a batch that this rank reads."""
         if size % self._n_shards:
             raise ConfigError(
-                "With sharded=True the ranks must divide each batch size. Received: "
-                f"batch_size={size}, size={self._n_shards}. Use a multiple of the number of ranks."
+                "batch_size must be a multiple of the number of ranks with sharded=True. Received: "
+                f"batch_size={size}, size={self._n_shards}. Choose such sizes."
             )
         return size // self._n_shards
 
@@ -176,8 +176,8 @@ class DatasetBatches:
             self._grain = math.gcd(rows, *map(self._local, sizes))
         elif n_batches == INFINITE:
             raise ConfigError(
-                "A dataset that repeats needs steps_per_epoch. Received: an infinite dataset in "
-                "fit. Pass steps_per_epoch, or leave repeat() out."
+                "steps_per_epoch must be given for a dataset that repeats. Received: an infinite "
+                "dataset in fit. Pass steps_per_epoch, or leave repeat() out."
             )
         _served[epochs] = self
         self._set_steps()
@@ -188,9 +188,9 @@ class DatasetBatches:
     def _require_rows(self, n_steps: int, n_batches: int, n_epochs: int) -> None:
         if 0 <= n_batches < n_steps * n_epochs:
             raise ConfigError(
-                "With steps_per_epoch one pass over the dataset must serve all epochs. Received: "
-                f"steps_per_epoch={n_steps}, {n_epochs} epochs, a dataset of {n_batches} batches. "
-                "Leave steps_per_epoch out, or repeat() the dataset."
+                "steps_per_epoch must leave batches for all epochs: one pass over the dataset "
+                f"serves them. Received: steps_per_epoch={n_steps}, {n_epochs} epochs, a dataset "
+                f"of {n_batches} batches. Leave steps_per_epoch out, or repeat() the dataset."
             )
 
     def _set_steps(self) -> None:
@@ -201,7 +201,7 @@ class DatasetBatches:
         size = self._local(self.batch_size)
         if self._resumed_size not in (None, self.batch_size):
             raise ConfigError(
-                "A resumed epoch keeps its batches. Received: "
+                "batch_size must stay that of the checkpoint within an epoch. Received: "
                 f"batch_size={self._resumed_size} in the checkpoint, {self.batch_size} in fit. "
                 "Start with the same arguments, or move this checkpoint away."
             )
