@@ -73,10 +73,7 @@ def synchronize(layer: Any, process_set: ProcessSet) -> bool:
 
     def of_all(moments: Any) -> Any:
         def moments_of_all(inputs: Any, mask: Any) -> tuple[Any, Any]:
-            own = moments(inputs, mask)
-            if batch_shares.current() is not None:  # such steps see to the statistics of all layers
-                return own
-            return global_moments(layer, inputs, mask, own, vars(layer)[_SET])
+            return global_moments(layer, inputs, mask, moments(inputs, mask), vars(layer)[_SET])
 
         return moments_of_all
 
@@ -91,14 +88,15 @@ def global_moments(
     mask: Any,
     local: tuple[Any, Any],
     process_set: ProcessSet,
-    weight: tf.Tensor | None = None,
 ) -> tuple[Any, Any]:
     """Return mean and variance of all ranks' inputs of a BatchNormalization, given the local ones.
 
-    `weight` is that with which this rank's gradients will be multiplied: those that other ranks
-    send must have their ranks' weights instead. Inputs of weight 0 do not count. Collective, where
-    the process set has several ranks.
+    In a step on shares that differ, this rank's gradients will be multiplied by its weight: those
+    that other ranks send must have their ranks' weights instead. A rank of weight 0 does not count.
+    Collective, where the process set has several ranks.
     """
+    share = batch_shares.current()
+    weight = None if share is None or share.is_even else share.weight(tf.float64)
     group = process_set.group()
     if group.size == 1 or group.rank < 0:
         return local

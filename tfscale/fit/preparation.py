@@ -10,7 +10,7 @@ import keras
 from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.data.global_batches import GlobalBatches
-from tfscale.exchange import dense
+from tfscale.exchange import batch_shares, dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit.session import session_for, session_of
 from tfscale.fit.steps import share_batches
@@ -140,6 +140,8 @@ def _share_statistics(model: keras.Model) -> bool:
     layers = internals.layers_of(model)
     synced = [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
     has_changed = any([layer.follow(process_set) for layer in synced])
+    if batch_shares.are_used():  # `tfscale.distribute` sees to the statistics of every layer
+        return has_changed
     own = [i for i in layers if isinstance(i, keras.layers.BatchNormalization)]
     own = [i for i in own if i.synchronized and i not in synced]
     return any([synchronize(layer, process_set) for layer in own]) or has_changed

@@ -332,11 +332,10 @@ def _has_row_values(values: Any, share: Share) -> bool:
 
 
 def _moments_of_all(moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-    share, local = shares.current(), moments(layer, inputs, mask)
-    if share is None:
+    local = moments(layer, inputs, mask)
+    if shares.current() is None:
         return local
-    weight = None if share.is_even else share.weight(tf.float64)
-    return global_moments(layer, inputs, mask, local, global_process_set, weight)
+    return global_moments(layer, inputs, mask, local, global_process_set)
 
 
 # Random numbers. Each draw is that of the whole batch, of which a rank takes its rows: a layer's
