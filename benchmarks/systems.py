@@ -120,7 +120,7 @@ class Tfscale:
         """Return the optimizer, which exchanges by itself."""
         wrapped = self.optimizer(optimizer, case)
         case.model.compile(optimizer=wrapped, loss="mse")  # the loss is the step's own
-        self.tfscale.prepare(case.model)
+        self.tfscale.prepare(case.model, batch_size=case.workload.global_batch)
         return wrapped, lambda gradients: gradients
 
     def optimizer(self, optimizer: keras.optimizers.Optimizer, case: Case) -> Any:
@@ -134,21 +134,13 @@ class Tfscale:
         """Return what the name of the exchange stands for."""
         half = sum(bool(x.trainable_weights) for x in case.model._flatten_layers()) // 2
         named = {
-            "chunked": lambda: self.tfscale.Chunked(
-                max(1, half), "auto", global_batch=case.workload.global_batch
-            ),
-            "sharded": lambda: self.tfscale.Sharded(global_batch=case.workload.global_batch),
+            "chunked": lambda: self.tfscale.Chunked(max(1, half), "auto"),
+            "sharded": lambda: self.tfscale.Sharded(),
             "sharded-weights": lambda: self.tfscale.Sharded(dense="weights"),
-            "sharded-partial": lambda: self.tfscale.Sharded(
-                dense="partial", global_batch=case.workload.global_batch
-            ),
-            "sharded-waiting": lambda: self.tfscale.Sharded(
-                global_batch=case.workload.global_batch, overlap_forward=False
-            ),
-            "sharded-replicated": lambda: self.tfscale.Sharded(
-                dense="replicated", global_batch=case.workload.global_batch
-            ),
-            "auto": lambda: self.tfscale.Auto(global_batch=case.workload.global_batch),
+            "sharded-partial": lambda: self.tfscale.Sharded(dense="partial"),
+            "sharded-waiting": lambda: self.tfscale.Sharded(overlap_forward=False),
+            "sharded-replicated": lambda: self.tfscale.Sharded(dense="replicated"),
+            "auto": lambda: self.tfscale.Auto(),
         }
         local = parse_local(self.exchange, self.size)
         if local:

@@ -36,9 +36,7 @@ def train(workload: Workload, case: Case, n_steps: int, folder: Path) -> None:
     """Train a new model for a few steps; rank 0 leaves their record in the folder."""
     keras.utils.set_random_seed(1)
     model = vgg_a(case.filters) if case.filters else workload.build()
-    strategy = tfscale.Chunked(
-        case.first_chunk - case.replicated, case.replicated, global_batch=case.batch, chunks=2
-    )
+    strategy = tfscale.Chunked(case.first_chunk - case.replicated, case.replicated, chunks=2)
     optimizer = tfscale.DistributedOptimizer(
         keras.optimizers.SGD(1e-4, momentum=0.9), exchange=strategy
     )

@@ -58,7 +58,6 @@ def main(_: list[str]) -> None:
         *(held_out[:, :-1], held_out[:, 1:]),
         batch_size=64 * hvd.size(),
         shuffle=False,
-        drop_remainder=False,
     )
     model = training.with_float_outputs(transformer(TOKENS, LENGTH, width=FLAGS.width))
     rate = training.learning_rate(BATCH, len(train))

@@ -80,7 +80,6 @@ def load_phantom() -> Data:
             valid.truth,
             batch_size=hvd.size(),
             shuffle=False,
-            drop_remainder=False,
         ),
         valid,
         {"psnr": float(np.mean(psnr(valid.truth, valid.corrupted)))},

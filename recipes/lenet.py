@@ -65,7 +65,6 @@ def main(_: list[str]) -> None:
         *sets.test.first(FLAGS.test_images),
         batch_size=250 * hvd.size(),
         shuffle=False,
-        drop_remainder=False,
     )
     model = build_model(data.pictures.shape[1:], sets.classes)
     rate = training.learning_rate(BATCH, len(train))

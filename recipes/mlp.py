@@ -66,7 +66,6 @@ def main(_: list[str]) -> None:
         *with_one_hot(sets.test.first(FLAGS.test_images), sets.classes),
         batch_size=250 * hvd.size(),
         shuffle=False,
-        drop_remainder=False,
     )
     model = build_model(x.shape[1:], sets.classes)
     rate = training.learning_rate(BATCH, len(train))

@@ -83,7 +83,6 @@ def load_small() -> tuple[Any, Any, keras.Model]:
         *sets.test.first(FLAGS.test_images),
         batch_size=250 * hvd.size(),
         shuffle=False,
-        drop_remainder=False,
     )
     train = train_batches(sets.train.first(FLAGS.images))
     return train, test, build_model(sets.train.pictures, sets.classes)

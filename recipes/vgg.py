@@ -92,7 +92,6 @@ def load() -> tuple[Any, Any, keras.Model]:
         *sets.test.first(FLAGS.test_images),
         batch_size=64 * hvd.size(),
         shuffle=False,
-        drop_remainder=False,
     )
     shape = sets.train.pictures.shape[1:]
     return train, test, build_model(shape, sets.classes, is_centred=False)

@@ -31,8 +31,8 @@ class PlanError(ValueError):
         >>> exchange.dense_kinds(layers=[], size=2, global_batch=64)  # as a step on two ranks does
         Traceback (most recent call last):
             ...
-        tfscale.config.PlanError: The model must have 2 Dense layers. Received: 0. Set
-        replicated_dense to 0 or less.
+        tfscale.config.PlanError: replicated_dense needs 2 Dense layers. Received: 0. Set it to 0
+        or less.
     """
 
 
@@ -173,11 +173,11 @@ class Settings:
     timeline: str = ""
 
     def __post_init__(self) -> None:
-        known, remedy = f"one of {', '.join(BACKENDS)}", "Unset it to choose automatically."
-        require(self.backend in BACKENDS, "TFSCALE_BACKEND", known, self.backend, remedy)
-        known = 'none, last, a list ("7,15") or the first core and a step ("7+8")'
+        choices, remedy = f"one of {', '.join(BACKENDS)}", "Unset it to choose automatically."
+        require(self.backend in BACKENDS, "TFSCALE_BACKEND", choices, self.backend, remedy)
+        choices = 'none, last, a list ("7,15") or the first core and a step ("7+8")'
         is_rule = re.fullmatch(r"none|last|\d{1,4}(,\d{1,4})*|\d{1,4}\+\d{1,4}", self.pin_core)
-        require(bool(is_rule), "TFSCALE_PIN_CORE", known, self.pin_core, "The default is none.")
+        require(bool(is_rule), "TFSCALE_PIN_CORE", choices, self.pin_core, "The default is none.")
         for name, low, high in (
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),

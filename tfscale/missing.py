@@ -43,7 +43,7 @@ NAMES = {
         "LearningRateWarmupCallback.",
     ),
     "broadcast_object_fn": (
-        "Sessions of TensorFlow 1 are not supported",
+        "broadcast_object_fn needs a session of TensorFlow 1",
         "Use tfscale.broadcast_object.",
     ),
     "data.TfDataServiceConfig": _SERVICE,

@@ -99,9 +99,9 @@ def require_size(launch: Launch | None, size: int) -> None:
     """Raise ExchangeError unless the job has as many ranks as its launcher started processes."""
     if launch is not None and launch.size != size:
         raise ExchangeError(
-            f"All processes of a launcher must find each other. Received: {launch.size} of them, "
-            f"and a job of {size}: the launcher and the MPI library do not fit together. Start "
-            "with `tfscale run` (under Slurm `tfscale run --slurm`, or srun --mpi=pmi2)."
+            f"Could not join all processes of the launcher. Received: {launch.size} of them, and "
+            f"a job of {size}: the launcher and the MPI library do not fit together. Start with "
+            "`tfscale run` (under Slurm `tfscale run --slurm`, or srun --mpi=pmi2)."
         )
 
 
@@ -203,9 +203,8 @@ def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine:
     if launch is not None and launch.launcher == "gloo":
         if not machine.has_horovod:
             raise ConfigError(
-                "Processes started by `horovodrun --gloo` need Horovod. Received: a Python "
-                "without it. Run `python tools/build_horovod.py` in tfscale's sources, or start "
-                "with `tfscale run`."
+                "`horovodrun --gloo` needs Horovod. Received: a Python without it. Run `python "
+                "tools/build_horovod.py` in tfscale's sources, or start with `tfscale run`."
             )
         return "horovod"
     n_local = launch.local_size if launch is not None else None
@@ -314,8 +313,8 @@ def _checked(comm: Any) -> Any:
     launch = discover(config.environment())
     if launch is not None and launch.rank not in ranks:
         raise ConfigError(
-            "Only the ranks named in comm may call init. Received: "
-            f"comm={ranks} on rank {launch.rank}."
+            f"comm must hold the rank that calls init. Received: comm={ranks} on rank "
+            f"{launch.rank}."
         )
     return ranks
 
@@ -335,11 +334,15 @@ def _fortran_handle(comm: Any) -> int:
 
 def _limit_threads(n_cores: int) -> None:
     """Have TensorFlow use this rank's share of the cores, unless the user chose."""
-    threads, given = tf.config.threading, config.environment()
+    threads, environment = tf.config.threading, config.environment()
     try:
-        if not (threads.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in given):
+        if not (
+            threads.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in environment
+        ):
             threads.set_intra_op_parallelism_threads(max(1, n_cores))
-        if not (threads.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in given):
+        if not (
+            threads.get_inter_op_parallelism_threads() or "TF_NUM_INTEROP_THREADS" in environment
+        ):
             threads.set_inter_op_parallelism_threads(max(2, n_cores))
     except RuntimeError:
         logger.info("TensorFlow runs already: its thread numbers stay. Call tfscale.init() first.")

@@ -103,7 +103,9 @@ def exchange_of(name: str, machine: str) -> Any:
     if kind == "chunked":
         options: dict[str, Any] = {"first_chunk_layers": 2}
         if variant:
-            options |= {"replicated_dense": "auto", "global_batch": GLOBAL_BATCH}
+            options["replicated_dense"] = "auto"
+            if "global_batch" in tfscale.Chunked.__dataclass_fields__:  # until November 2026
+                options["global_batch"] = GLOBAL_BATCH
         return tfscale.Chunked(**options)
     if kind == "auto":
         return tfscale.Auto(machine=machine, replan=False)

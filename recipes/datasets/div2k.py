@@ -92,7 +92,6 @@ def load(
             batch_size=tfscale.size(),
             decode=whole,
             shuffle_buffer=0,
-            drop_remainder=False,
         ),
     )
 

@@ -88,7 +88,6 @@ def load(data_dir: str, *, batch_size: int, seed: int, size: int = 224) -> Image
             batch_size=max(1, batch_size // tfscale.size()) * tfscale.size(),
             decode=valid_picture,
             shuffle_buffer=0,
-            drop_remainder=False,
         ),
         classes,
     )

@@ -26,7 +26,7 @@ ENDS = {
     "SIGKILL": [DIED + r"was killed by signal 9 \(SIGKILL\)"],
     "SIGTERM": [DIED + r"was killed by signal 15 \(SIGTERM\)"],
     "SIGSTOP": [r"TFSCALE_STALL_SHUTDOWN_S", r"rank 1 \(host \S+\) does not answer"],
-    "NaN": [r"Gradients must be finite.*in step \d+, on .*rank 1 in"],
+    "NaN": [r"gradients must be finite.*in step \d+, on .*rank 1 in"],
     "short data": [r"rank 1 ended its epoch after step"],
     "other model": [r"Model must be the same on all ranks\. Received: .* on rank 1\b"],
     "no callbacks": [
@@ -35,7 +35,7 @@ ENDS = {
     "other optimizer": [r"momentum=0\.9 on rank 0 and momentum=0\.8 on rank 1\b"],
 }
 RECOVERS = {
-    "NaN skipped": [r"Gradients must be finite.*on rank 1 in .*All ranks skip it; 1 skipped"],
+    "NaN skipped": [r"gradients must be finite.*on rank 1 in .*All ranks skip it; 1 skipped"],
     "same data": ["Ranks 0, 1 were given the same samples"],
 }
 # What is different where the data is cut by tfscale, or layers need a prepared model.

@@ -10,6 +10,7 @@ import tfscale
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import InterruptAt, Interruption, float64, require_error
 from tfscale.callbacks import BackupAndRestore, BroadcastGlobalVariablesCallback, Checkpoint
+from tfscale.callbacks.synchronize import NonTrainableState
 from tfscale.testing import require_close
 
 N = 24
@@ -92,7 +93,7 @@ def case_averages_leave_it_alone():
     norm = model.layers[0]
     for statistic in (norm.adapt_mean, norm.adapt_variance):  # they are to differ
         model.optimizer.register_local_var(statistic)
-    united = tfscale.callbacks.NonTrainableState()
+    united = NonTrainableState()
     data = tfscale.data.GlobalBatches(X, Y, batch_size=N // 2)
     model.fit(data, verbose=0, callbacks=[united])
     np.testing.assert_array_equal(np.ravel(norm.mean), norm.adapt_mean.numpy())

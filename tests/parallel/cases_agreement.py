@@ -15,11 +15,11 @@ from tfscale.callbacks import (
     AdaptiveBatchSize,
     BatchSizeSchedule,
     BroadcastGlobalVariablesCallback,
-    ConsistencyCheck,
     MetricAverageCallback,
     ParameterAveraging,
     RankZero,
 )
+from tfscale.callbacks.synchronize import ConsistencyCheck
 
 
 class Drift(keras.callbacks.Callback):

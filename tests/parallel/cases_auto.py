@@ -176,10 +176,10 @@ def case_steps_that_cannot_be_measured_are_not_planned():
 def case_a_loop_of_ones_own_calls_after_step():
     with float64(), few_steps(), slower(1e9):
         model, alone = pair(keras.optimizers.Adam(0.01))
-        exchange = Auto(machine=SLOW, global_batch=BATCH)
+        exchange = Auto(machine=SLOW)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), exchange=exchange)
         model.compile(optimizer, loss="mse")
-        tfscale.prepare(model)
+        tfscale.prepare(model, batch_size=BATCH)
         assert optimizer.strategy.outcome is None
 
         def body(x: tf.Tensor, y: tf.Tensor) -> None:

@@ -85,9 +85,9 @@ def train(model: keras.Model, make_rule, script, steps=slice(0, STEPS), **option
     """Train on the global batches of some steps; `script` maps a step to the next strategy."""
     x, y = (v[steps.start * BATCH : steps.stop * BATCH] for v in samples())
     if not model.compiled:
-        sgd = tfscale.DistributedOptimizer(make_rule(), exchange=tfscale.Auto(global_batch=BATCH))
+        sgd = tfscale.DistributedOptimizer(make_rule(), exchange=tfscale.Auto())
         model.compile(sgd, loss="mse")
-        tfscale.prepare(model)
+        tfscale.prepare(model, batch_size=BATCH)
     model.optimizer._self_watch = Script(script)
     data = tfscale.data.GlobalBatches(x, y, batch_size=BATCH, shuffle=False)
     model.fit(data, verbose=0, callbacks=[*options.pop("callbacks", ()), Callback()], **options)
@@ -159,7 +159,7 @@ def case_saved_by_a_callback_after_the_change_and_resumed():
         tfscale.barrier()
         plain = strategy_of(table_of(model), plan_of(model, ("allreduce",) * len(MIXED)), "plain")
         for script in ({}, {2: mixed(model), 4: plain}):
-            again = tfscale.load_model(path, exchange=tfscale.Auto(global_batch=BATCH))
+            again = tfscale.load_model(path, exchange=tfscale.Auto())
             tfscale.prepare(again)
             train(again, None, script, slice(6, STEPS))
             require_same(again, single)

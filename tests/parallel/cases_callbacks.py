@@ -14,11 +14,11 @@ from tests.parallel.fit_model import compiled, data, metrics, own
 from tfscale import DistributedOptimizer, Sharded
 from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
-    ConsistencyCheck,
     MetricAverageCallback,
     RankZero,
     Synchronize,
 )
+from tfscale.callbacks.synchronize import ConsistencyCheck
 from tfscale.data import GlobalBatches
 from tfscale.testing import require_equal_ranks, require_identical
 

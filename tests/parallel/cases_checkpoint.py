@@ -16,6 +16,7 @@ from tests.parallel.checkpoint_runs import Act, Run, forget_after, growing
 from tests.parallel.nonfinite_data import BAD, data
 from tfscale import preemption
 from tfscale.callbacks import BackupAndRestore
+from tfscale.callbacks.synchronize import NonTrainableState
 from tfscale.checkpoints import files as module
 from tfscale.checkpoints import list_checkpoints
 from tfscale.testing import require_equal_ranks, require_identical
@@ -57,8 +58,8 @@ def case_exchanges():
     And the average from which a guard measures.
     """
     sharded = tfscale.Sharded(bucket_mb=1e-4)
-    growing_interval = tfscale.GrowingInterval(start=2, growth=0.5, most=6)
-    guard = tfscale.DistanceGuard(limit=0.05, most=7)
+    growing_interval = tfscale.GrowingInterval(initial=2, growth=0.5, maximum=6)
+    guard = tfscale.DistanceGuard(limit=0.05, maximum=7)
     for run, step in (
         (Run(exchange=tfscale.Chunked(first_chunk_layers=1)), 7),
         (Run(exchange=sharded, options={"backward_passes_per_step": 2}), 7),
@@ -193,7 +194,9 @@ def case_what_rank_0_cannot_list_and_what_one_rank_has_broken():
         finally:
             os.listdir = look
         own = folder / f"rank-{tfscale.rank()}"
-        require_error(lambda: Run().train(own), "a directory that all ranks write to", "rank 1")
+        require_error(
+            lambda: Run().train(own), "directory must be one that all ranks write to", "rank 1"
+        )
 
 
 @sizes(2, timeout_s=120)
@@ -224,7 +227,7 @@ def normalized(optimizer, **options):
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(values_of(norm.non_trainable_variables))
     )
-    callbacks = [note, tfscale.callbacks.NonTrainableState()]  # means of ranks come at the end
+    callbacks = [note, NonTrainableState()]  # means of ranks come at the end
     valid = (clean[:BATCH], y[:BATCH])
     logs = model.fit(batches, verbose=0, callbacks=callbacks, validation_data=valid).history
     return norm, seen, logs

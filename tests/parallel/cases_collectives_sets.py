@@ -139,12 +139,12 @@ def case_outsiders_and_unknown_sets():
         assert "Guard it with process_set.included()" in message
         with contextlib.suppress(tf.errors.InvalidArgumentError):  # as Horovod's
             tfscale.allreduce(tf.ones([1]), process_set=only)
-    with pytest.raises(ValueError, match="of these ranks exists already"):
+    with pytest.raises(ValueError, match="ranks are a process set already"):
         tfscale.add_process_set([0])
     assert only.rank() == (0 if rank == 0 else -1)
     never = tfscale.ProcessSet([0, 1])
     require_error(lambda: tfscale.allreduce(tf.ones([1]), process_set=never), "must be added")
-    require_error(lambda: tfscale.add_process_set(only), "can be added once")
+    require_error(lambda: tfscale.add_process_set(only), "was added before")
     assert tfscale.remove_process_set(only) and not tfscale.remove_process_set(only)
     assert not tfscale.remove_process_set(tfscale.global_process_set)
     require_error(lambda: only.included(), "must be added")
@@ -156,7 +156,7 @@ def case_outsiders_and_unknown_sets():
         received = tfscale.broadcast(tf.constant(rank), last, process_set=pair)
         assert received.numpy() == last
     message = outcome(lambda: tfscale.broadcast(tf.constant(1), last + 1, process_set=pair))
-    assert ("root_rank must be" if pair.included() else "Only members") in message, message
+    assert ("root_rank must be" if pair.included() else "needs a member") in message, message
 
 
 @sizes(2, 3, 4)
@@ -172,7 +172,7 @@ def case_calls_after_an_error_that_one_rank_has_caught():
         lambda: tfscale.allgather_object((lambda: 0) if is_last else 0),
         lambda: tfscale.broadcast_object((lambda: 0) if is_last else 0, size - 1),
     ):
-        assert f"on rank {size - 1} one that is not" in outcome(send)
+        assert f"rank {size - 1} gave an object that is not" in outcome(send)
         np.testing.assert_array_equal(tfscale.allgather(tf.constant([rank])), range(size))
     forget_steps()
     if is_last:
@@ -230,12 +230,12 @@ def case_what_join_refuses():
     for call, *texts in (
         (
             lambda: tfscale.allgather(value),
-            "After a rank has called join()",
+            "has joined, so that the others",
             "allgather(float32[])",
         ),
         (
             lambda: tfscale.allreduce(value, Max),
-            "with Sum or Average only",
+            "with Sum or Average, equal",
             "allreduce(float32[1])",
         ),
         (lambda: optimizer.apply([value], [variable]), "GlobalBatches"),
@@ -259,5 +259,5 @@ def case_eager_collectives_belong_on_the_main_thread():
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    assert "PlanError: Eager collectives must be called from the main thread" in messages[0]
+    assert "must be called from the main thread" in messages[0]
     assert tfscale.allreduce(tf.ones([1]), Sum).numpy() == size

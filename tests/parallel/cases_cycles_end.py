@@ -8,6 +8,7 @@ import tfscale
 import tfscale.keras as hvd
 from tests.helpers.cases import sizes
 from tests.helpers.ranks import StopAt, float64, require_error, shared_folder
+from tfscale.callbacks.synchronize import ConsistencyCheck
 from tfscale.testing import require_equal_ranks, require_identical
 
 PASSES, BATCHES = 4, 12
@@ -61,7 +62,7 @@ def case_a_stop_in_the_first_cycle_although_weights_are_not_yet_compared():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
         model.compile(tfscale.DistributedOptimizer(inner, backward_passes_per_step=passes), "mse")
         for batch in (0, PASSES - 2, PASSES - 1):
-            check = tfscale.callbacks.ConsistencyCheck()
+            check = ConsistencyCheck()
             fit(model, BATCHES, [check, *([StopAt(batch, 0, rank=0)])])
             require_equal_ranks(model.trainable_variables)
 

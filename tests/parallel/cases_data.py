@@ -113,16 +113,17 @@ def case_data_that_one_rank_cannot_use_is_an_error_on_all():
     unusable._batch_size = 13  # as if made before init()
     last = tfscale.size() - 1
     texts = (
-        "ConfigError: All ranks must be able to use validation_data of fit. Received: ConfigError: "
+        f"ConfigError: rank {last} cannot use validation_data of fit. Received: ConfigError: "
         "batch_size counts the samples of all ranks together",
-        f"(on rank {last}). ",
     )
     require_refused(unusable if is_last() else batches(**ORDERED), *texts)
     require_refused(unusable if is_last() else None, *texts)
     # As many steps as on the other ranks, but a last batch that cannot be shared out.
     rows = slice(23) if is_last() else slice(None)
     train = GlobalBatches(X[rows], X[rows, :1], batch_size=12, **ORDERED)
-    require_refused(None, "must be able to use x of fit. ", "Use drop_remainder=True", train=train)
+    require_refused(
+        None, f"rank {last} cannot use x of fit. ", "Use drop_remainder=True", train=train
+    )
 
 
 @sizes(2, 3)

@@ -59,8 +59,8 @@ def case_auto_follows_the_batch_size():
         return keras.Model(inputs, hidden)
 
     for batch, expected in ((12, "partial"), (12_000, "weights")):
-        model = compiled(build, tfscale.Sharded(global_batch=batch))
-        tfscale.prepare(model)
+        model = compiled(build, tfscale.Sharded())
+        tfscale.prepare(model, batch_size=batch)
         assert routes(model) == [expected, "weights", "weights"], (batch, routes(model))
     # Prepared before the data are known, then given to fit.
     model = compiled(build, tfscale.Sharded(), keras.optimizers.Adam(0.01))
@@ -145,7 +145,7 @@ def case_layers_in_loops_send_weights():
         check(nested(is_function=False), OPTIMIZERS["adam"], tfscale.Sharded(dense=route))
         model = compiled(nested(is_function=True), tfscale.Sharded(dense=route))
         tfscale.prepare(model)
-        with pytest.raises(PlanError, match="in the function that applies its gradient"):
+        with pytest.raises(PlanError, match="where its gradient is applied"):
             model.train_on_batch(np.ones((4, 6), "float32"), np.ones((4, 3), "float32"))
     check_whole(nested(is_function=False), OPTIMIZERS["adam"], tfscale.Chunked(replicated_dense=2))
 
@@ -156,7 +156,7 @@ def case_local_layers_and_unprepared_models():
         return keras.Sequential([keras.Input((6,)), keras.layers.Dense(6), keras.layers.Dense(3)])
 
     model = compiled(build, tfscale.Sharded(dense="partial"))
-    with pytest.raises(PlanError, match="must be prepared before they exchange"):
+    with pytest.raises(PlanError, match="needs a prepared model"):
         model.train_on_batch(np.ones((4, 6), "float32"), np.ones((4, 3), "float32"))
     for variable in model.layers[0].trainable_variables:
         model.optimizer.register_local_var(variable)

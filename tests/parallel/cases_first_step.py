@@ -95,5 +95,5 @@ def case_the_first_nonfinite_gradient_is_told_by_its_rank():
         is_told = tfscale.size() > 1 and "nonfinite" not in options
         for other, text in enumerate(texts):
             is_here = is_told and other == rank
-            assert text.count("Gradients must be finite") == is_here, (options, texts)
+            assert text.count("gradients must be finite") == is_here, (options, texts)
             assert (expected in text and "dense/kernel" in text) == is_here, (options, texts)

@@ -194,7 +194,7 @@ def case_complex_gradients_are_refused():
 def case_sharded_parameters_are_keras_variables():
     weights = tf.Variable(tf.zeros([4]), name="own_weights")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), exchange=tfscale.Sharded())
-    text = "Sharded parameters must be variables of Keras. Received"
+    text = "parameters must be Keras variables if sharded. Received"
     require_error(lambda: optimizer.apply_gradients([(tf.ones([4]), weights)]), text)
 
 

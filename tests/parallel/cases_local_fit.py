@@ -40,7 +40,7 @@ def case_what_would_show_one_groups_model_is_refused_on_all():
         )
     average = hvd.callbacks.MetricAverageCallback()
     optimizer = distributed(SGD(0.1), LocalSGD(2, 4, "allreduce"))
-    text = "Received: exchange=LocalSGD without one. Pass tfscale.callbacks.Sync"
+    text = "Received: none. Pass tfscale.callbacks.Sync"
     require_error(
         lambda: own_fit(normalised(keras.layers.BatchNormalization()), optimizer, average), text
     )

@@ -172,7 +172,7 @@ def case_rules_that_need_more_than_a_rank_knows_are_refused():
     """Norms of an outer optimizer need whole models; summed gradients know of no clipping."""
     for outer in (SGD(0.7, clipnorm=1.0), keras.optimizers.Lamb(0.7)):
         train("sgd", LocalSGD(1, 4, "allreduce", outer=outer))
-        text = "sees a rank's segment only. Received: " + type(outer).__name__
+        text = "with sharded parameters. Received: " + type(outer).__name__
         require_error(lambda o=outer: train("sgd", LocalSGD(1, 4, outer=o)), "ConfigError", text)
     for options in ({"clipnorm": 1.0}, {"weight_decay": 0.1}, {"gradient_accumulation_steps": 2}):
         strategy = LocalSGD(2, 4, "allreduce", average="gradients")

@@ -30,8 +30,8 @@ from tfscale.testing import require_identical
 OUTER = keras.optimizers.SGD(0.7, momentum=0.9)
 BF16 = {"compression": tfscale.Compression.bf16}
 HALVES = {"interval": 4, "fragments": 2, "overlap": 2}
-SHRINKING = tfscale.AdaptiveInterval(start=8, least=2)
-GROWING = tfscale.GrowingInterval(start=3, growth=0.5, most=6)
+SHRINKING = tfscale.AdaptiveInterval(initial=8, minimum=2)
+GROWING = tfscale.GrowingInterval(initial=3, growth=0.5, maximum=6)
 
 
 def decaying():

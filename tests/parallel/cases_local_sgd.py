@@ -69,13 +69,13 @@ def case_every_step_with_sgd_is_synchronous():
 
 @sizes(2, 4, timeout_s=200)
 def case_interval_rules_equal_single_processes():
-    guard = tfscale.DistanceGuard(limit=0.3, most=5, every=2)
+    guard = tfscale.DistanceGuard(limit=0.3, maximum=5, every=2)
     with float64():
         for rule, epochs, more in (
-            (tfscale.GrowingInterval(start=2, growth=0.5, most=4), 2, {}),
-            (tfscale.DistanceGuard(limit=0.3, most=7), 2, {}),
+            (tfscale.GrowingInterval(initial=2, growth=0.5, maximum=4), 2, {}),
+            (tfscale.DistanceGuard(limit=0.3, maximum=7), 2, {}),
             (guard, 2, ALLREDUCE),
-            (tfscale.AdaptiveInterval(start=8), 3, ALLREDUCE),
+            (tfscale.AdaptiveInterval(initial=8), 3, ALLREDUCE),
         ):
             by_hand = check({"interval": rule, **more}, "sgd", epochs)
             assert len(set(np.diff(by_hand.steps))) > 1, by_hand.steps  # intervals differ

@@ -126,7 +126,7 @@ def case_loss_scaling_is_repaired_after_an_optimizer_was_cut():
 
 @sizes(2, 3)
 def case_loss_scaling_around_ours_is_refused():
-    text = ("Loss scaling must be inside", "tfscale.prepare(model)", "auto_scale_loss=False")
+    text = ("LossScaleOptimizer must be inside", "tfscale.prepare(model)", "auto_scale_loss=False")
     for options in ({}, {"run_eagerly": True}):
         with dtype_policy("mixed_float16"):
             model = new_model(DistributedOptimizer(SGD(0.01)), **options)

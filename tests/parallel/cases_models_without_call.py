@@ -89,7 +89,7 @@ def case_groups_are_those_of_the_compiled_optimizer():
     model = Gan()
     local = {"exchange": tfscale.LocalSGD(2, 2)}
     model.compile(*(hvd.DistributedOptimizer(SGD(0.1), **local) for _ in range(2)))
-    require_error(lambda: fit(model), "ConfigError", "LocalSGD of another optimizer")
+    require_error(lambda: fit(model), "ConfigError", "LocalSGD must be that of model.optimizer")
 
 
 @sizes(2, timeout_s=120)

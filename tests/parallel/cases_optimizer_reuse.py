@@ -158,7 +158,7 @@ def case_a_common_norm_with_local_layers_is_refused():
     optimizer = tfscale.PartialDistributedOptimizer(
         keras.optimizers.Adam(0.1, global_clipnorm=1.0), local_layers=model.layers[-1]
     )
-    text = "A norm over all gradients must be equal on all ranks"
+    text = "global_clipnorm needs equal gradients on all ranks"
     require_error(lambda: train(optimizer, model), text)
 
 

@@ -106,7 +106,7 @@ def case_what_changes_gradients_in_a_step_is_refused():
     for strategy in STRATEGIES:
         for build, text in (
             (stepping(clipped), "global_clipnorm instead of in the train step"),
-            (stepping(list, 0.25), "own calls has made"),
+            (stepping(list, 0.25), "through its layer's calls alone"),
         ):
             with pytest.raises(PlanError, match=text):
                 trained(build, strategy)

@@ -140,7 +140,7 @@ def case_two_optimizers_of_the_same_variables_are_refused():
     model.optimizer.build(model.trainable_variables)
     model.second = sharded(keras.optimizers.SGD(0.02))
     model.second.build(model.trainable_variables)
-    require_error(lambda: fit(model, 0, 1), "must be built on variables of their own")
+    require_error(lambda: fit(model, 0, 1), "must belong to one sharded optimizer")
 
 
 @keras.saving.register_keras_serializable("tests")

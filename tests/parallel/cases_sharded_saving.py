@@ -235,4 +235,6 @@ def case_copies_begin_anew():
     assert type(pickled) is Adam and pickled.get_config() == optimizer.get_config()
     fit(model, 2, 4)  # The original continues.
     clone.compile(optimizer, "mse")
-    require_error(lambda: fit(clone, 0, 1), "variables that it was built for")
+    require_error(
+        lambda: fit(clone, 0, 1), "variables must be those that the optimizer was built for"
+    )

@@ -137,7 +137,7 @@ def case_layers_that_combine_rows_are_refused():
             require_identical(model.get_weights(), before)
             assert int(model.optimizer.iterations) == 0, name
         texts["evaluate"] = outcome(lambda: model.evaluate(ROWS, TARGETS, 8, verbose=0))
-    require_refusals(texts, "differs from that of one process; no weight was changed", "axis 0")
+    require_refusals(texts, "differs from a step of one process; no weight was changed", "axis 0")
 
 
 @sizes(2, 3, timeout_s=150)

@@ -152,8 +152,8 @@ class ByHand:
                     self.merge(f)
         self.n_intervals += is_full
         if isinstance(rule, tfscale.GrowingInterval):
-            steps = int(rule.start * (1 + rule.growth * self.n_intervals))
-            self.interval = min(rule.most, steps)
+            steps = int(rule.initial * (1 + rule.growth * self.n_intervals))
+            self.interval = min(rule.maximum, steps)
 
     def is_too_far(self, reached):
         rule = self.strategy.interval

@@ -16,17 +16,16 @@ from tfscale.callbacks import (
     BroadcastGlobalVariablesCallback,
     Callback,
     CommunicationReport,
-    ConsistencyCheck,
     LearningRateWarmupCallback,
     MetricAverageCallback,
     ModelCheckpoint,
     ModelDistance,
-    NonTrainableState,
     ParameterAveraging,
     RankZero,
     Synchronize,
     ThetaMonitor,
 )
+from tfscale.callbacks.synchronize import ConsistencyCheck, NonTrainableState
 from tfscale.config import ConfigError
 from tfscale.data import GlobalBatches
 from tfscale.testing import FakeRanks

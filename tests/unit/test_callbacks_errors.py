@@ -76,7 +76,7 @@ REFUSED = [
     ("Received: steps_per_epoch", lambda: grow(fit_options={"steps_per_epoch": 3})),
     (r"learning_rate=ExponentialDecay.*ScalableSchedule", lambda: grow(rate=DECAY)),
     *(
-        (f"sets the learning rate.*{name}", lambda c=other: grow(c, warmup_epochs=2))
+        (f"Two callbacks set the learning rate.*{name}", lambda c=other: grow(c, warmup_epochs=2))
         for name, other in (
             ("Scheduler", keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)),
             ("Schedule", LearningRateScheduleCallback(0.1, 0.5)),
@@ -123,7 +123,7 @@ REFUSED = [
     ("every_seconds must", lambda: Checkpoint("c", every_seconds=0)),
     ("keep must", lambda: Checkpoint("c", keep=0)),
     ("Received: Checkpoint with", lambda: fit(BackupAndRestore("b"), Checkpoint("c"))),
-    ("a directory that all ranks write to", lambda: fit(Checkpoint(__file__))),
+    ("directory must be one that all ranks write to", lambda: fit(Checkpoint(__file__))),
     ("backup_dir must", lambda: BackupAndRestore("")),
     ("save_freq must", lambda: BackupAndRestore("b", save_freq="batch")),
     ("save_freq must", lambda: BackupAndRestore("b", save_freq=0)),

@@ -7,7 +7,11 @@ import pytest
 import tfscale
 from tests.helpers.single_job import single_job  # noqa: F401
 from tests.unit.callback_models import Deferred, TwoOptimizers, compiled, data, fit, functional
-from tfscale.callbacks import BroadcastGlobalVariablesCallback, ConsistencyCheck, NonTrainableState
+from tfscale.callbacks.synchronize import (
+    BroadcastGlobalVariablesCallback,
+    ConsistencyCheck,
+    NonTrainableState,
+)
 from tfscale.checkpoints import variables as model_state
 from tfscale.config import ExchangeError
 from tfscale.testing import FakeRanks, require_identical

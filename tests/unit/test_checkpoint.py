@@ -165,7 +165,7 @@ def test_nothing_left_to_train(tmp_path):
     longer, batches = fit(Checkpoint(tmp_path), epochs=4)
     assert len(batches) == STEPS
     require_equal(longer, fit(None, epochs=4)[0])
-    with pytest.raises(ConfigError, match="must be built where nothing is left"):
+    with pytest.raises(ConfigError, match="must be built, as no training is left"):
         fit(Checkpoint(tmp_path), model=build(is_built=False))
 
 

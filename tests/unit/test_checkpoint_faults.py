@@ -122,7 +122,8 @@ def test_what_the_system_refuses_is_not_damage(tmp_path, monkeypatch, what, numb
     path = {"file": file, "newest": newest, "directory": tmp_path}[what]
     refuse(monkeypatch, number, path)
     folder = newest if what == "file" else path
-    text = rf"read a checkpoint. Received: '{folder}', rank 0: {path.name}: {os.strerror(number)}"
+    cause = f"{path.name}: {os.strerror(number)}"
+    text = f"read a checkpoint on all ranks. Received: '{folder}', rank 0: {cause}"
     with pytest.raises(ConfigError, match=text):
         fit(Checkpoint(tmp_path, 2))
     monkeypatch.undo()

@@ -129,7 +129,7 @@ OTHERS = {
         lambda: build(optimizer=optimizers.SGD(0.01)),
         lambda: build(optimizer=optimizers.LossScaleOptimizer(optimizers.SGD(0.01))),
     ),
-    "must have the same model": (build, lambda: build(units=6)),
+    "model must be that of the checkpoint": (build, lambda: build(units=6)),
 }
 
 

@@ -171,13 +171,13 @@ def test_the_command_line_does_not_wait_for_tensorflow():
     [
         (["run", "python"], "Received: no -np"),
         (["run", "--slurm", "python"], "no -np, and no SLURM_NTASKS: not in an allocation"),
-        (["run", "-np", "2"], "needs a program"),
+        (["run", "-np", "2"], "command a program"),
         (["run", "-np", "2", "--env", "K", "python"], "Received: --env K"),
         (["run", "-np", "3", "-H", "a:2", "python"], "1 too few"),
-        (["run", "-np", "3", "-H", "a:2", "--hostfile", "f", "python"], "come from one place"),
+        (["run", "-np", "3", "-H", "a:2", "--hostfile", "f", "python"], "-H excludes --hostfile"),
         (["run", "-np", "3", "--hostfile", "/no", "--restarts", "1", "python"], "readable"),
         (["run", "-np", "3", "--restarts", "-1", "python"], "Received: --restarts=-1"),
-        (["run", "-np", "3", "--restarts", "1", "--stdin", "python"], "read its input again"),
+        (["run", "-np", "3", "--restarts", "1", "--stdin", "python"], "input is read once"),
         (["run", "-np", "3", "--min-np", "4", "python"], r"in [1, 3]"),
         (["run", "-np", "3", "--min-np", "2", "--slurm", "python"], "requeue"),
         (["run", "-np", "2", "--exchange", "auto", "python", "t.py"], "an option of --distribute"),
@@ -186,7 +186,7 @@ def test_the_command_line_does_not_wait_for_tensorflow():
         (["run", "-np", "2", "--distribute", "numactl", "t.py"], "-m tfscale.transparent"),
         (["run", "-np", "2", "--distribute", "python", "-u"], "Received: python -u"),
         (["run", "-np", "2", "--distribute", "python", "-"], "needs a script"),
-        (["run", "-np", "2", "--distribute"], "needs a program"),
+        (["run", "-np", "2", "--distribute"], "command a program"),
     ],
 )
 def test_impossible_runs_are_refused(words, message, capsys, monkeypatch):
@@ -198,7 +198,7 @@ def test_impossible_runs_are_refused(words, message, capsys, monkeypatch):
 def test_slurm_needs_srun(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main([*SLURM, "python", "t.py"]) == 2
-    assert "Received: srun, which is not" in capsys.readouterr().err
+    assert "starts ranks. Received: srun. Use --slurm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("launcher", [[], ["--slurm"], ["--restarts", "1"]])

@@ -128,7 +128,7 @@ def test_one_process_loads_neither_mpi_nor_the_engine():
         (lambda: tfscale.alltoall(tf.ones(2), [1, 1]), "each of the 1 ranks"),
         (lambda: tfscale.alltoall(tf.ones(2), [2.0]), "splits must"),
         (lambda: tfscale.alltoall(tf.ones(2), 2), "splits must"),
-        (lambda: tfscale.ProcessSet([]), "distinct ranks"),
+        (lambda: tfscale.ProcessSet([]), "ranks must be distinct"),
         (lambda: tfscale.ProcessSet([-1]), r"ranks=\[-1\]"),
         (lambda: tfscale.add_process_set([0, 1]), r"in \[0, 1\)"),
         (lambda: tfscale.broadcast_global_variables(0), "Pass model="),
@@ -144,7 +144,7 @@ def test_process_set_of_the_only_rank():
     assert own.included() and own.size() == 1 and own.rank() == 0
     np.testing.assert_array_equal(tfscale.allreduce(tf.ones(2), Sum, process_set=own), [1.0, 1.0])
     assert tfscale.remove_process_set(own)
-    with pytest.raises(ExchangeError, match="A process set must be added before it is used"):
+    with pytest.raises(ExchangeError, match="process_set must be added before it is used"):
         own.size()
 
 

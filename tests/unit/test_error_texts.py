@@ -85,14 +85,14 @@ def is_documentation(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def found() -> dict[str, list[str]]:
-    every = {relative(path): sorted(set(errors(parse(path).body, {}))) for path in LIBRARY}
-    return {module: texts for module, texts in every.items() if texts}
+def texts_by_module() -> dict[str, list[str]]:
+    texts = {relative(path): sorted(set(errors(parse(path).body, {}))) for path in LIBRARY}
+    return {module: lines for module, lines in texts.items() if lines}
 
 
 def test_texts_of_errors():
     lines = []
-    for module, texts in found().items():
+    for module, texts in texts_by_module().items():
         lines += [f"# {module}", *(text.replace("\n", "\\n") for text in texts), ""]
     if os.environ.get("WRITE_GOLDEN"):
         GOLDEN.write_text("\n".join(lines))
@@ -102,12 +102,55 @@ def test_texts_of_errors():
 
 
 # Python's own errors, and those of damaged files, are parts of other sentences.
-OWN = re.compile(r"\w*(Config|Plan|Exchange|Build)Error: (.*)", re.DOTALL)
+OWN = re.compile(r"\w*(?:Config|Plan|Exchange|Build)Error: (.*)", re.DOTALL)
 # A requirement, what was received, and what to do; or a text that another function makes.
 FORM = re.compile(r".+\. Received: .*(\.|\{.*\}|Example: [^{]*.*)|\{.*\}", re.DOTALL)
 
 
+# An argument, an option, a value, a rank: what a program writes begins in lower case or with a
+# sign, or has capitals, digits or brackets inside, as `XLA`, `LocalSGD` and `RankZero(...)`.
+CODE = re.compile(r"[^A-Z\s]\S*|\S+[^a-z\s,:]\S*")
+# Products whose names look like words; and faults, as in "Could not write ...".
+NAMES = {"Horovod", "Keras", "TensorFlow"}
+FAULTS = {"Could", "No", "Two"}
+MAXIMS = {"a", "all", "an", "each", "every", "it", "only", "the", "there"}
+
+
+def begins_well(text: str) -> bool:
+    """Return whether a text begins with an argument, a value or a fault, and not with a maxim."""
+    first = text.split()[0].rstrip(",:")
+    return first in NAMES | FAULTS or (bool(CODE.fullmatch(first)) and first not in MAXIMS)
+
+
+def own_texts() -> list[str]:
+    texts = {text for texts in texts_by_module().values() for text in texts}
+    return [match[1] for match in map(OWN.fullmatch, sorted(texts)) if match]
+
+
 def test_errors_name_the_requirement_and_what_was_received():
-    texts = {text for texts in found().values() for text in texts}
-    own = [each[2] for each in map(OWN.fullmatch, sorted(texts)) if each]
-    assert [text for text in own if not FORM.fullmatch(text)] == []
+    assert [text for text in own_texts() if not FORM.fullmatch(text)] == []
+
+
+def test_errors_begin_with_the_argument_the_value_or_the_fault():
+    every_text = {text for texts in texts_by_module().values() for text in texts}
+    begins = (text.partition(": ")[2] for text in sorted(every_text) if "Received: " in text)
+    assert [text for text in begins if not begins_well(text)] == []
+
+
+def test_maxims_are_found():
+    for text in (
+        "A rank must have data. Received: none.",
+        "It is not possible to add a set twice. Received: two.",
+        "every rank needs one sample. Received: 0.",
+        "Collectives are timed by the engine. Received: Horovod.",
+    ):
+        assert not begins_well(text)
+    for text in (
+        "batch_size must be 1 or more. Received: 0.",
+        "{name} must be 1 or 0. Received: 2.",
+        "--env must be K=V. Received: K.",
+        "LocalSGD needs all ranks. Received: 2.",
+        "rank 1 gave 3 tensors, rank 0 gave 4. Received: allgather.",
+        "Could not load the library. Received: an error.",
+    ):
+        assert begins_well(text)

@@ -200,15 +200,15 @@ def test_a_model_of_a_module_in_the_working_directory(tmp_path):
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ("--model alexnet", "A model must be one of"),
-        ("--model vgg-a --machine nowhere", "A machine must be one of"),
+        ("--model alexnet", "model must be one of"),
+        ("--model vgg-a --machine nowhere", "machine must be one of"),
         ("--model vgg-a --ranks 1,x", "--ranks must be numbers"),
         ("--model vgg-a --global-batch 0", "global_batch must be 1 or more"),
         ("--model vgg-a --input-shape 64,64,3", "--input-shape is for models of your"),
         ("--model vgg-a --explain -3", "--explain takes 1 rank or more"),
         ("--model vgg-a --explain 4 --output x", "and prints only"),
         ("--model resnet20 --groups 2 --interval 0", "groups=2, interval=0"),
-        ("--model resnet20 --groups 1", "Local SGD has 2 groups or more"),
+        ("--model resnet20 --groups 1", "groups must be 2 or more"),
         ("--model resnet20 --groups -2 --explain 4", "groups=-2, interval=8"),
     ],
 )

@@ -162,7 +162,7 @@ def test_predict_serves_this_ranks_slices():
     [
         ({}, "shuffled data of which 2 samples"),
         ({"drop_remainder": False}, "shuffled data of which 0 samples"),
-        ({"shuffle": False}, "unshuffled data of which 2 samples"),
+        ({"shuffle": False, "drop_remainder": True}, "unshuffled data of which 2 samples"),
     ],
 )
 def test_predict_needs_each_sample_in_order(options, received):

@@ -146,7 +146,7 @@ def test_impossible_launches_are_refused():
     for mpi, fields, text in (
         (None, {}, "no mpiexec"),
         (MPICH, {"size": 0}, "-np 0"),
-        (MPICH, {"command": ()}, "at least one rank"),
+        (MPICH, {"command": ()}, "command a program"),
     ):
         with pytest.raises(ConfigError, match=text):
             line(mpi, **fields)

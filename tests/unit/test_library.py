@@ -174,17 +174,19 @@ def test_a_folder_that_others_may_write_to_is_refused(places, compiled, monkeypa
     folder = folder if which == "library" else folder.parent
     with monkeypatch.context() as patch:
         patch.setattr(library.os, "geteuid", lambda: 12345)
-        with pytest.raises(ExchangeError, match=f"Received: {places[1]} of user id"):
+        with pytest.raises(ExchangeError, match=f"{places[1]} must be .*Received: user id"):
             library.prepare_library()
     folder.chmod(0o770)
-    with pytest.raises(ExchangeError, match=f"Received: {folder} of .* with mode 0770"):
+    with pytest.raises(ExchangeError, match=f"{folder} must be .*Received: .*, mode 0770"):
         library.prepare_library()
 
 
 def test_a_cache_that_cannot_be_written_is_named(places, compiled, monkeypatch):
     (places[0] / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(places[0] / "file" / "below"))
-    with pytest.raises(ExchangeError, match="must be writable.*file.*Set XDG_CACHE_HOME"):
+    with pytest.raises(
+        ExchangeError, match="Could not write the library.*file.*Set XDG_CACHE_HOME"
+    ):
         library.prepare_library()
 
 

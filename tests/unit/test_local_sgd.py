@@ -14,6 +14,7 @@ from tfscale.config import ConfigError
 from tfscale.measure.groups import draw_distances
 
 GUARD = tfscale.DistanceGuard(1.0, every=4)
+SHRINKING = tfscale.AdaptiveInterval(8, minimum=2)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +29,14 @@ GUARD = tfscale.DistanceGuard(1.0, every=4)
         ({"average": "gradients", "outer": keras.optimizers.SGD(0.7)}, "Leave one out"),
         ({"interval": 4, "overlap": 4}, "interval, 4. Received: overlap=4"),
         ({"interval": 4, "fragments": 5}, "Received: fragments=5"),
-        ({"interval": tfscale.AdaptiveInterval(8, least=2), "overlap": 2}, "the smallest interval"),
+        (
+            {"interval": tfscale.AdaptiveInterval(8, minimum=2), "overlap": 2},
+            "the smallest interval",
+        ),
         ({"merge": 0.5}, "together with overlap. Received: merge=0.5"),
         ({"overlap": 1, "average": "gradients"}, "average='gradients'"),
         ({"overlap": 1, "average_state": True}, "average_state=True"),
-        ({"overlap": 1, "interval": GUARD}, "sent at fixed steps"),
+        ({"overlap": 1, "interval": GUARD}, "must not be a DistanceGuard"),
     ],
 )
 def test_bad_options(options, text):
@@ -42,10 +46,10 @@ def test_bad_options(options, text):
 
 def test_bad_intervals():
     for rule, options, text in (
-        (tfscale.AdaptiveInterval, {"start": 1, "least": 2}, "start >= least >= 1"),
-        (tfscale.AdaptiveInterval, {"shrink": 0.0}, "0 < shrink < 1. Received: start=64"),
-        (tfscale.AdaptiveInterval, {"shrink": 1.0}, "0 < shrink < 1. Received: start=64"),
-        (tfscale.GrowingInterval, {"start": 8, "most": 4}, "most >= start >= 1"),
+        (tfscale.AdaptiveInterval, {"initial": 1, "minimum": 2}, "initial >= minimum >= 1"),
+        (tfscale.AdaptiveInterval, {"shrink": 0.0}, "0 < shrink < 1. Received: initial=64"),
+        (tfscale.AdaptiveInterval, {"shrink": 1.0}, "0 < shrink < 1. Received: initial=64"),
+        (tfscale.GrowingInterval, {"initial": 8, "maximum": 4}, "maximum >= initial >= 1"),
         (tfscale.DistanceGuard, {"limit": 0.0}, "limit > 0"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -60,7 +64,7 @@ def test_groups_are_consecutive_ranks():
     by_host = tfscale.LocalSGD("host")
     assert by_host.members([0, 1, 0, 1, 0, 1]) == [[0, 1], [2, 3], [4, 5]]
     for uneven in ([0, 1, 0], [0, 0, 1, 1]):  # two hosts of three ranks; ranks placed in turn
-        with pytest.raises(ConfigError, match="equally many ranks on each"):
+        with pytest.raises(ConfigError, match="as many ranks on each"):
             by_host.members(uneven)
 
 
@@ -69,13 +73,13 @@ def test_groups_are_consecutive_ranks():
     [
         ({}, 64, (0.25, 1.0), 32),  # the root of their ratio
         ({}, 32, (0.01, 1.0), 7),
-        ({"shrink": 0.5, "least": 3}, 64, (1.0, 1.0), 32),  # where the loss does not shrink
-        ({"shrink": 0.5, "least": 3}, 4, (1.0, 1.0), 3),
-        ({"shrink": 0.5, "least": 3}, 16, (float("nan"), 1.0), 16),
+        ({"shrink": 0.5, "minimum": 3}, 64, (1.0, 1.0), 32),  # where the loss does not shrink
+        ({"shrink": 0.5, "minimum": 3}, 4, (1.0, 1.0), 3),
+        ({"shrink": 0.5, "minimum": 3}, 16, (float("nan"), 1.0), 16),
     ],
 )
 def test_the_interval_follows_the_loss(options, before, losses, after):
-    rule = tfscale.AdaptiveInterval(start=64, **options)
+    rule = tfscale.AdaptiveInterval(initial=64, **options)
     assert rule.after(before, loss=losses[0], first_loss=losses[1]) == after
 
 
@@ -98,7 +102,7 @@ def test_one_process_trains_as_plain_keras():
 class Apart(LocalModels):
     """Believes that groups train apart."""
 
-    _strategy = tfscale.LocalSGD(2, tfscale.AdaptiveInterval(start=64))
+    _strategy = tfscale.LocalSGD(2, tfscale.AdaptiveInterval(initial=64))
 
     def act(self):
         pass

@@ -28,7 +28,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     with pytest.raises(native.BuildError, match=r"C\+\+17 compiler.*apt-get install g\+\+"):
         native.find_toolchain()
     monkeypatch.setattr(native, "present_tensorflow", lambda: None)
-    with pytest.raises(native.BuildError, match=r"needs the TensorFlow.*>=2\.18,<2\.22'"):
+    with pytest.raises(native.BuildError, match=r"the TensorFlow to compile.*>=2\.18,<2\.22'"):
         native.find_tensorflow(tmp_path)
 
 

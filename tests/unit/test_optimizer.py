@@ -187,10 +187,10 @@ DENSE = (tfscale.Chunked(replicated_dense=1), PARTIAL, REPLICATED)
         (DistributedOptimizer(SGD()), {}, "wrapped once"),
         (LSO(DistributedOptimizer(SGD())), {}, "wrapped once"),
         (SGD(), {"nonfinite": "stop"}, "nonfinite must be 'warn', "),
-        (SGD(), {"nonfinite": "skip", "exchange": SUMMED}, "adds up those"),
+        (SGD(), {"nonfinite": "skip", "exchange": SUMMED}, "excludes average"),
         *((SGD(), {"backward_passes_per_step": n}, "1 or more") for n in (0, -1, 1.5)),
         *(
-            (SGD(), {"backward_passes_per_step": 2, "exchange": e}, "in every backward pass")
+            (SGD(), {"backward_passes_per_step": 2, "exchange": e}, "must be 1 with this exchange")
             for e in (*DENSE, *(tfscale.LocalSGD(2, within=e) for e in DENSE))
         ),
         (LSO(SGD(gradient_accumulation_steps=4)), {"backward_passes_per_step": 2}, "the latter 4"),

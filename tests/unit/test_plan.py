@@ -99,5 +99,5 @@ def test_errors():
     with pytest.raises(PlanError, match="bucket_bytes=-1"):
         build_buckets([], -1)
     specs = [GradientSpec("weight", (1,), "float32")] * 2
-    with pytest.raises(PlanError, match="one group only"):
+    with pytest.raises(PlanError, match="must not share a variable"):
         group_buckets(specs, [[0, 1], [1]])

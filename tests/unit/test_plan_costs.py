@@ -158,7 +158,7 @@ def test_a_machine_survives_its_file_and_what_is_none_is_refused(tmp_path):
 
     for content in ("{}", "[]", "no json", '{"name": 1, "speed": 2}'):
         path.write_text(content)
-        with pytest.raises(PlanError, match="A machine must be one of cori-haswell"):
+        with pytest.raises(PlanError, match="machine must be one of cori-haswell"):
             find_machine(str(path))
     with pytest.raises(PlanError, match="tfscale tune links"):
         find_machine(str(tmp_path / "missing"))

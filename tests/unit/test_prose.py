@@ -1,7 +1,9 @@
 """Words that documentation of the field does not use in these senses; see docs/glossary.md."""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -131,4 +133,101 @@ def test_docstrings_begin_with_a_thing_or_an_imperative(folder):
                 text = ast.get_docstring(node)
                 if text and FIRST_WORD.match(text):
                     found.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)
+
+
+# They say that something was found or given, not what it is.
+VAGUE = {"own", "every", "found", "given", "place", "known", "words"}
+VAGUE_LINES = 2  # of a function in which such a name may be used: its source is in view
+# Arguments of `tfscale.testing`, which users write beside `expected`.
+VAGUE_EXCEPTIONS = {
+    ("testing/ranks.py", "require_identical"),
+    ("testing/ranks.py", "require_close"),
+}
+
+
+def vague_lines(function):
+    """Return the lines of a function in which each vague local or argument is used."""
+    lines = {}
+    assigned = set()
+    for node in ast.walk(function):
+        name = getattr(node, "id", getattr(node, "arg", None))
+        if isinstance(node, (ast.Name, ast.arg)) and name in VAGUE:
+            lines.setdefault(name, []).append(node.lineno)
+            if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store):
+                assigned.add(name)
+    return {name: lines[name] for name in assigned}
+
+
+def test_locals_say_what_they_hold():
+    found = [
+        f"{name}: {local} in {node.name}, lines {lines[0]} to {max(lines)}"
+        for path in sorted((ROOT / "tfscale").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        for name in [path.relative_to(ROOT / "tfscale").as_posix()]
+        if (name, node.name) not in VAGUE_EXCEPTIONS
+        for local, lines in vague_lines(node).items()
+        if max(lines) - min(lines) >= VAGUE_LINES
+    ]
+    assert not found, "\n".join(found)
+
+
+# Names of Keras and TensorFlow that comments refer to and no code of ours uses.
+FOREIGN = {
+    *("add_loss", "get_vocabulary", "load_weights", "set_weights"),
+    *("on_batch_begin", "on_batch_end", "_enumerate_iterator", "_output_signature"),
+    *("class_weight_to_sample_weights", "get_global_attribute", "_list_all_concrete_functions"),
+    *("data_adapter_utils", "polymorphic_function", "tensor_callable", "LossFunctionWrapper"),
+    *("EpochIterator", "PyDatasetAdapter", "global_state", "global_seed_generator"),
+}
+QUOTED = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
+SUFFIXES = {"py", "json", "jsonl", "md", "so", "cc", "h"}
+
+
+def is_name(text):
+    """Return whether a quotation looks like a name of code: with `_`, dots or inner capitals."""
+    return "_" in text.strip("_") or "." in text or bool(re.match(r"[A-Z]\w*[a-z]\w*[A-Z]", text))
+
+
+def words_of_code():
+    """Return the names that code uses, in Python without comments and docstrings."""
+    words = set()
+    for pattern in ("tfscale/**/*.py", "tools/**/*.py", "recipes/**/*.py", "benchmarks/**/*.py"):
+        for path in ROOT.glob(pattern):
+            words.update(path.relative_to(ROOT).with_suffix("").parts)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                for field in ("id", "attr", "arg", "name"):
+                    text = getattr(node, field, None)
+                    words.update(text.split(".") if isinstance(text, str) else ())
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    is_text = re.fullmatch(r"[\w.:-]+", node.value)
+                    words.update(re.findall(r"\w+", node.value) if is_text else ())
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    words.update(node.module.split("."))
+    for path in ROOT.glob("custom_ops/**/*.[ch]*"):
+        words.update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return words
+
+
+def comments_of(text):
+    """Yield line and text of the comments and docstrings of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+
+
+def test_names_in_comments_exist():
+    words = words_of_code() | FOREIGN | SUFFIXES
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted((ROOT / "tfscale").rglob("*.py"))
+        for line, text in comments_of(path.read_text(encoding="utf-8"))
+        for name in QUOTED.findall(text)
+        if is_name(name) and not name.startswith(("tf.", "keras."))
+        if not words.issuperset(name.split("."))
+    ]
     assert not found, "\n".join(found)

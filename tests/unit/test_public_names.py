@@ -31,7 +31,7 @@ MORE_NAMES = """
 CALLBACKS = """
     AdaptiveBatchSize BatchSizeSchedule LearningRateScaling BroadcastGlobalVariablesCallback
     MetricAverageCallback LearningRateScheduleCallback LearningRateWarmupCallback
-    BestModelCheckpoint CommunicationReport ConsistencyCheck RankZero ModelCheckpoint
+    BestModelCheckpoint CommunicationReport RankZero ModelCheckpoint
     """
 
 

@@ -128,7 +128,7 @@ def test_documented_commands_form_the_chunks_that_they_promise():
 def test_boundaries_that_leave_a_chunk_empty_are_refused():
     for options, text in (
         ("first_chunk_layers=9,replicated_dense=2", "first_chunk_layers=9 of the 9 layers that"),
-        ("first_chunk_from=conv1_1,replicated_dense=2", "leave layers for the others"),
+        ("first_chunk_from=conv1_1,replicated_dense=2", "must leave a layer"),
         ("first_chunk_from=fc1,replicated_dense=2", "The layers are conv1_1, conv2_1"),
         ("first_chunk_from=conv4", "must name a layer that sends gradients"),
     ):

@@ -89,7 +89,7 @@ def test_a_variable_is_compared_by_what_the_step_changes():
 def test_the_likeliest_cause_comes_first(kind, combined, cause):
     differences = find_differences(values(kind, GRADIENT), values(kind, combined), EPSILON)
     text = explain("fit", 4, differences)
-    assert cause in text and "on 4 ranks differs from that of one process" in text
+    assert cause in text and "on 4 ranks differs from a step of one process" in text
 
 
 def test_long_lists_are_cut():

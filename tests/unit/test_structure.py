@@ -69,6 +69,9 @@ PUBLIC = """
     """
 # Other modules, each with the tests that import it.
 DIRECT = {
+    "callbacks/synchronize": "parallel/cases_adapted_layers parallel/cases_agreement"
+    " parallel/cases_callbacks parallel/cases_checkpoint parallel/cases_cycles_end"
+    " unit/test_callback_order unit/test_callbacks_synchronize",
     # What is not here: GPUs, Horovod, other clocks and cores, little memory, forks, slow links.
     "callbacks/epoch_measures": "parallel/cases_verify unit/test_memory_guard",
     "comm/backends/engine": "unit/test_config unit/test_library unit/test_merge_op"

@@ -40,7 +40,7 @@ def test_what_cannot_be_is_told_before_ranks_start(tmp_path, monkeypatch, capsys
         (["--max-spread", "-1"], "--max-spread must be"),
         (["--output", "a_file/machine.json"], "--output must name a file"),
         (["--output", "."], "--output must name a file"),
-        (["-np", "1"], "A link has two ends"),
+        (["-np", "1"], "-np must be 2 or more"),
     ):
         with mock.patch.object(cli.Job, "run", side_effect=AssertionError("ranks were started")):
             assert cli.main(["tune", "links", *words]) == 2

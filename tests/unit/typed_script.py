@@ -94,9 +94,9 @@ def reduce_and_gather(x: Array, variables: Sequence[Any]) -> list[Any]:
 
 def exchanges() -> list[Any]:
     intervals = (
-        tfscale.AdaptiveInterval(start=64),
+        tfscale.AdaptiveInterval(initial=64),
         tfscale.DistanceGuard(limit=0.1),
-        tfscale.GrowingInterval(start=8, most=32),
+        tfscale.GrowingInterval(initial=8, maximum=32),
     )
     local = [tfscale.LocalSGD(groups=2, interval=rule) for rule in (8, *intervals)]
     within = tfscale.LocalSGD("host", within=tfscale.Allreduce(), overlap="auto", fragments=2)
@@ -132,14 +132,12 @@ def callbacks_of(data: GlobalBatches, folder: Path) -> list[keras.callbacks.Call
         room.BroadcastGlobalVariablesCallback(0),
         room.Checkpoint(folder, every_n_steps=100, keep=2),
         room.CommunicationReport(folder),
-        room.ConsistencyCheck(every_n_epochs=2),
         room.LearningRateScaling(0.1, 128, data.batch_size, decay_epochs=(30, 60)),
         room.LearningRateScheduleCallback(0.1, lambda epoch: 0.1**epoch),
         room.LearningRateWarmupCallback(initial_lr=0.1, warmup_epochs=5),
         room.MetricAverageCallback(),
         room.ModelCheckpoint("model.keras"),
         room.ModelDistance(folder),
-        room.NonTrainableState("average"),
         room.ParameterAveraging(weights=tfscale.DistanceWeights(lam=0.5)),
         room.ParameterAveraging("end", when=tfscale.Divergence(threshold=0.1)),
         room.RankZero(keras.callbacks.TensorBoard(str(folder))),

@@ -25,12 +25,7 @@ from tfscale.callbacks.local_models import ModelDistance
 from tfscale.callbacks.metric_average import MetricAverageCallback
 from tfscale.callbacks.model_checkpoint import BestModelCheckpoint, ModelCheckpoint
 from tfscale.callbacks.parameter_averaging import ParameterAveraging
-from tfscale.callbacks.synchronize import (
-    BroadcastGlobalVariablesCallback,
-    ConsistencyCheck,
-    NonTrainableState,
-    Synchronize,
-)
+from tfscale.callbacks.synchronize import BroadcastGlobalVariablesCallback, Synchronize
 from tfscale.callbacks.theta_monitor import ThetaMonitor
 
 __all__ = [
@@ -42,14 +37,12 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CommunicationReport",
-    "ConsistencyCheck",
     "LearningRateScaling",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
     "ModelCheckpoint",
     "ModelDistance",
-    "NonTrainableState",
     "ParameterAveraging",
     "RankZero",
     "Synchronize",

@@ -326,8 +326,8 @@ def _bounds_of(interval: int | tuple[int, int] | None, signal: str) -> tuple[int
         return 1, None
     if signal == "noise_scale":
         raise ConfigError(
-            "With signal='noise_scale' interval is the fewest epochs between two growths. "
-            f"Received: interval={interval!r}. Pass one number."
+            "interval must be a number with signal='noise_scale'. Received: "
+            f"interval={interval!r}. Pass the fewest epochs between growths."
         )
     return interval
 
@@ -341,9 +341,9 @@ def check_decays(settings: growth.GrowthSettings, first: int) -> None:
     early = [epoch for epoch in settings.decay_epochs if first <= epoch <= end]
     if early:
         raise ConfigError(
-            "Before a decay there must be the warm-up and one epoch. Received: decay_epochs="
-            f"{settings.decay_epochs}, warmup_epochs={settings.warmup_epochs}, in a run that "
-            f"begins with epoch {first} (counted from 0). Decay from epoch {end + 1} on."
+            "decay_epochs must follow the warm-up and one epoch. Received: "
+            f"decay_epochs={settings.decay_epochs}, warmup_epochs={settings.warmup_epochs}, in a "
+            f"run that begins with epoch {first} (counted from 0). Decay from epoch {end + 1} on."
         )
 
 
@@ -352,13 +352,13 @@ def check_compared(sizes: Sequence[int]) -> None:
     lonely = [n for n in sizes[:-1] if count_active(n, runtime.size()) < 2]
     if lonely:
         raise ConfigError(
-            "The gradient noise scale is estimated from gradients of two ranks at least. "
-            f"Received: batch size {lonely[0]}, which feeds one of {runtime.size()} ranks. Start "
-            "with a batch that two ranks share, or use signal='theta'."
+            "signal='noise_scale' needs a batch that two ranks share. Received: batch size "
+            f"{lonely[0]}, which feeds one of {runtime.size()} ranks. Start with a larger batch, "
+            "or use signal='theta'."
         )
 
 
-def _check_rate_is_free(own: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
+def _check_rate_is_free(adaptive: Any, callbacks: Sequence[Any], warmup_epochs: int) -> None:
     """Refuse other callbacks that set the learning rate, but for a warm-up."""
     for callback in callbacks:
         is_setter, name = isinstance(callback, SETTERS), type(callback).__name__
@@ -366,9 +366,9 @@ def _check_rate_is_free(own: Any, callbacks: Sequence[Any], warmup_epochs: int) 
             is_setter = callback.end_epoch is None or callback.end_epoch > warmup_epochs
         if is_setter:
             raise ConfigError(
-                f"One callback sets the learning rate. Received: {name} and {type(own).__name__}. "
-                "Remove it; use decay_epochs or saturation for decays, warmup_epochs for epochs "
-                "in which another callback may set the rate."
+                f"Two callbacks set the learning rate. Received: {name} and "
+                f"{type(adaptive).__name__}. Remove it; use decay_epochs or saturation for decays, "
+                "warmup_epochs for epochs in which another callback may set the rate."
             )
 
 

@@ -108,8 +108,9 @@ class Callback(Traits):
         plain = keras.callbacks.BackupAndRestore
         if not runtime.is_single() and any(type(c) is plain for c in session.callbacks):
             raise ConfigError(
-                "A backup must be written by one rank. Received: keras.callbacks.BackupAndRestore. "
-                "Use tfscale.callbacks.BackupAndRestore on every rank, with the same arguments."
+                "BackupAndRestore must be tfscale's. Received: "
+                "keras.callbacks.BackupAndRestore. Use tfscale.callbacks.BackupAndRestore on "
+                "every rank, with the same arguments."
             )
         if agreement.begin(session, self.params or {}):
             agree_on_saves(session)

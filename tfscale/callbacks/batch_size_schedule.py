@@ -79,8 +79,8 @@ class ChangingBatchSize(Callback):
         others = [c for c in own_of(self.session.callbacks) if c.sets_batch_size and c is not self]
         if others:
             raise ConfigError(
-                "One callback sets the batch size. Received: "
-                f"{type(others[0]).__name__} and {type(self).__name__}. Remove one."
+                f"Two callbacks set the batch size. Received: {type(others[0]).__name__} and "
+                f"{type(self).__name__}. Remove one."
             )
         self._data = data
         with data.keep_settings():
@@ -177,9 +177,9 @@ class BatchSizeSchedule(ChangingBatchSize):
         rate = rate_of(update_rule(self.model.optimizer))
         if not isinstance(rate, keras.Variable):
             raise ConfigError(
-                "Larger batches make fewer steps of an epoch, which a schedule counted in steps "
-                f"would not follow. Received: learning_rate={type(rate).__name__}. Use a number, "
-                "and LearningRateScheduleCallback for a rate that follows epochs."
+                "learning_rate must not count steps: an epoch has fewer of them as batches "
+                f"grow. Received: learning_rate={type(rate).__name__}. Use a number, and "
+                "LearningRateScheduleCallback for a rate that follows epochs."
             )
         with self._take_over(data):
             sizes = self.all_sizes(data)
@@ -237,6 +237,5 @@ def check_sizes(
             data.steps_for(size)
         except ConfigError as error:
             raise ConfigError(
-                f"Every batch size on the way, {list(sizes)}, must suit the ranks. Received: "
-                f"{error} {remedy}"
+                f"batch sizes {list(sizes)} must all suit the ranks. Received: {error} {remedy}"
             ) from error

@@ -190,11 +190,11 @@ class Checkpoint(Callback):
         n_steps = before + step - self._position.step
         self._position = replace(self._position, n_steps=n_steps, step=step)
         is_due = self._schedule.is_due_after_steps(before, self._position.n_steps)
-        every = self._schedule.end_step(preemption.is_requested(), self._saver.has_failed)
-        self._is_stopping |= every.stops
-        if is_due or every.is_time:
+        of_all_ranks = self._schedule.end_step(preemption.is_requested(), self._saver.has_failed)
+        self._is_stopping |= of_all_ranks.stops
+        if is_due or of_all_ranks.is_time:
             self._make_due()
-        elif every.has_failed:
+        elif of_all_ranks.has_failed:
             self._saver.finish()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -219,7 +219,7 @@ class Checkpoint(Callback):
         if self._reader is not None:  # no epoch has begun
             if not is_built(self.model):
                 raise ConfigError(
-                    "A model must be built where nothing is left to train. Received: "
+                    "model must be built, as no training is left. Received: "
                     f"model={self.model.name!r} and a checkpoint of the end of training. "
                     f"{how_to_build(self.model)}"
                 )
@@ -232,11 +232,11 @@ class Checkpoint(Callback):
         self._saver.finish()
         self._is_due = True
 
-    def _agree_on_due(self, place: str) -> None:
+    def _agree_on_due(self, moment: str) -> None:
         """Drop a due checkpoint if parts must be sent and ranks are in different hooks."""
         if self._is_due and not self.shared and not self._is_stopping:
             is_over = self.session.is_over  # which all ranks know then
-            places = [] if is_over else objects.allgather_object(place, name="place in fit")
+            places = [] if is_over else objects.allgather_object(moment, name="place in fit")
             self._is_due = len(set(places)) == 1
 
     def _save(self, run: str, is_end: bool = False) -> None:

@@ -123,14 +123,14 @@ class CommunicationReport(Callback):
         self._take()
         self._clocks.measure()
         record = self._finished_record()
-        own = analysis.starts_of(record)
-        slowest = analysis.merge_starts(objects.allgather_object(own, name="starts"))
-        place = {"epoch": epoch, "rank": runtime.rank()}
-        rows = list(analysis.rows(place, record, slowest, self._origin_ns))
-        every = objects.allgather_object(rows, name="communication report")
+        starts = analysis.starts_of(record)
+        slowest = analysis.merge_starts(objects.allgather_object(starts, name="starts"))
+        labels = {"epoch": epoch, "rank": runtime.rank()}
+        rows = list(analysis.rows(labels, record, slowest, self._origin_ns))
+        rows_by_rank = objects.allgather_object(rows, name="communication report")
         self._forget()
         if runtime.rank() == 0:
-            append_json_lines(self._path, itertools.chain.from_iterable(every))
+            append_json_lines(self._path, itertools.chain.from_iterable(rows_by_rank))
 
     def _write_memory(self) -> None:
         """Write the bytes of optimizer state on each rank, once."""
@@ -138,11 +138,11 @@ class CommunicationReport(Callback):
         if self._has_memory or distributed is None:
             return
         self._has_memory = True
-        own = distributed.memory_report()
-        every = objects.allgather_object(own, name="memory of optimizer state")
-        row: dict[str, Any] = {"kind": "memory", "complete_state": every[0]["complete_state"]}
+        report_of_rank = distributed.memory_report()
+        reports = objects.allgather_object(report_of_rank, name="memory of optimizer state")
+        row: dict[str, Any] = {"kind": "memory", "complete_state": reports[0]["complete_state"]}
         keys = ("state", "parameters", "accumulators", "residuals")
-        row |= {key: [report[key] for report in every] for key in keys}
+        row |= {key: [report[key] for report in reports] for key in keys}
         if runtime.rank() == 0:
             append_json_lines(self._path, [row])
 

@@ -90,7 +90,7 @@ class EpochMeasures:
     ) -> Measures:
         """Return the measures of the epoch, averaged over the ranks. Collective."""
         larger = replace(batch, size=batch.larger).local if batch.larger else None
-        own: dict[str, Any] = {
+        measures: dict[str, Any] = {
             "first": self._first_cost,
             "cost": _loss(logs),
             "distance": self._distance(model),
@@ -98,16 +98,20 @@ class EpochMeasures:
             "norms": self._norms.values() if self._norms is not None else None,
         }
         self.forget_norms()
-        every = objects.allgather_object(own, name="measures") if runtime.size() > 1 else [own]
-        norms = [e["norms"] for e in every]
+        measures_by_rank = (
+            objects.allgather_object(measures, name="measures")
+            if runtime.size() > 1
+            else [measures]
+        )
+        norms = [e["norms"] for e in measures_by_rank]
         squares, steps = norms[0][1:] if norms[0] else (math.nan, 1)
         return Measures(
-            first_cost=mean([e["first"] for e in every]),
-            cost=mean([e["cost"] for e in every]),
-            distance=mean([e["distance"] for e in every]),
+            first_cost=mean([e["first"] for e in measures_by_rank]),
+            cost=mean([e["cost"] for e in measures_by_rank]),
+            distance=mean([e["distance"] for e in measures_by_rank]),
             noise_scale=math.nan if self._norms is None else _noise_of(norms, batch),
             gradient_norm=math.sqrt(squares / steps) if steps else math.nan,
-            fits=all(e["fits"] for e in every),
+            fits=all(e["fits"] for e in measures_by_rank),
         )
 
     def state(self) -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -137,8 +141,8 @@ class EpochMeasures:
 def _loss(logs: dict[str, Any] | None) -> float:
     if logs is None or "loss" not in logs:
         raise ConfigError(
-            "The training loss must be in the logs. Received: "
-            f"logs={sorted(logs or {})}. Let train_step return 'loss'."
+            f"logs must hold the training loss. Received: logs={sorted(logs or {})}. Let "
+            "train_step return 'loss'."
         )
     return float(logs["loss"])
 

@@ -326,9 +326,9 @@ class AdaptiveRate(Rate):
         rate = rate_of(update_rule(self._optimizer))
         if not isinstance(rate, keras.Variable) and type(rate) is not ScalableSchedule:
             raise ConfigError(
-                "AdaptiveBatchSize changes the learning rate, which a schedule counted in steps "
-                f"would not follow. Received: learning_rate={type(rate).__name__}. Use a number, "
-                "or tfscale.ScalableSchedule(schedule)."
+                "learning_rate must be a number with AdaptiveBatchSize, which changes it. "
+                f"Received: learning_rate={type(rate).__name__}. Use a number, or "
+                "tfscale.ScalableSchedule(schedule)."
             )
         self._schedule = rate if type(rate) is ScalableSchedule else None
         self._initial: float | None = None  # read when the rate is first set, after any warm-up

@@ -130,9 +130,11 @@ class LocalModels(BeforeValidation):
         self._choice.add_step()
         if int(average.n_averages.numpy()) < _AVERAGES_MEASURED or not self._choice.has_steps:
             return
-        own = np.float64(self._choice.steps_per_average(self.model.steps_per_execution))
+        steps_of_rank = np.float64(self._choice.steps_per_average(self.model.steps_per_execution))
         self._choice = None
-        steps = float(collectives.allreduce(own, op=runtime.Max, name="steps of an average"))
+        steps = float(
+            collectives.allreduce(steps_of_rank, op=runtime.Max, name="steps of an average")
+        )
         overlap = min(self._strategy.first_overlap, math.ceil(_RESERVE * steps))
         average.choose_overlap(overlap, steps)
         level = logging.INFO if runtime.rank() == 0 else logging.DEBUG

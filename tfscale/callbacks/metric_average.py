@@ -204,9 +204,9 @@ def _average_logs(logs: dict[str, Any], snapshots: dict[str, _Snapshot]) -> None
         "weights": {prefix: taken.weight for prefix, taken in snapshots.items()},
         "states": {f"{p}{label}" for p, taken in snapshots.items() for *_, label in taken.states},
     }
-    every = objects.allgather_object(mine, name="metrics of an epoch")
+    logs_by_rank = objects.allgather_object(mine, name="metrics of an epoch")
     for what, names in (("Keys of logs", "keys"), ("States of metrics", "states")):
-        of_ranks = {rank: set(item[names]) for rank, item in enumerate(every)}
+        of_ranks = {rank: set(item[names]) for rank, item in enumerate(logs_by_rank)}
         objects.require_equal_values(of_ranks, what, _HINT)
     results = {
         prefix + key: value
@@ -214,13 +214,13 @@ def _average_logs(logs: dict[str, Any], snapshots: dict[str, _Snapshot]) -> None
         for key, value in snapshot.reduced_results().items()
     }
     for key in logs:
-        kinds = {item["keys"][key] for item in every}
+        kinds = {item["keys"][key] for item in logs_by_rank}
         if kinds == {"metric"}:
             logs[key] = results[key]
         elif "other" not in kinds:
-            numbers = [item["numbers"][key] for item in every]
+            numbers = [item["numbers"][key] for item in logs_by_rank]
             prefix = VALIDATION if key.startswith(VALIDATION) and VALIDATION in snapshots else ""
-            logs[key] = mean(numbers, [item["weights"][prefix] for item in every])
+            logs[key] = mean(numbers, [item["weights"][prefix] for item in logs_by_rank])
 
 
 def _is_number(value: Any) -> bool:

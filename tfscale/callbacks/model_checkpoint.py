@@ -155,23 +155,27 @@ def agree_on_saves(session: FitSession) -> None:
     if not sharing and not later:
         return
     # Time and path of each callback's saves; a callback may have counted batches before.
-    own = [{"save_freq": c.save_freq, "path": c.filepath, **batches_of(c)} for c in saving]
+    points_of_rank = [
+        {"save_freq": c.save_freq, "path": c.filepath, **batches_of(c)} for c in saving
+    ]
     process_set = (sharing or later)[0].bound.executor.process_set
-    every = objects.allgather_object((swaps, own), "callbacks that save", process_set)
-    if sharing and any(rank_swaps for rank_swaps, _ in every):
+    saves_by_rank = objects.allgather_object(
+        (swaps, points_of_rank), "callbacks that save", process_set
+    )
+    if sharing and any(rank_swaps for rank_swaps, _ in saves_by_rank):
         raise ConfigError(
-            "Averages of sharded parameters are held in parts. Received: SwapEMAWeights. Use "
+            "SwapEMAWeights cannot swap sharded parameters. Received: SwapEMAWeights. Use "
             "ema_overwrite_frequency, or exchange='allreduce'."
         )
-    points = [point for _, rank_points in every for point in rank_points]
+    points = [point for _, rank_points in saves_by_rank for point in rank_points]
     if points:
         writers: dict[str, int] = {}
-        for place, (_, rank_points) in enumerate(every):
+        for set_rank, (_, rank_points) in enumerate(saves_by_rank):
             for point in rank_points:
-                writers.setdefault(point["path"], place)
-        place = process_set.rank()
-        silent = [c for c in saving if writers[c.filepath] != place]
-        saves = SavePoints(session, points, silent, place in writers.values())
+                writers.setdefault(point["path"], set_rank)
+        set_rank = process_set.rank()
+        silent = [c for c in saving if writers[c.filepath] != set_rank]
+        saves = SavePoints(session, points, silent, set_rank in writers.values())
         session.agree_on_saves(saves)
         session.add(saves)
 
@@ -187,11 +191,10 @@ def _require_averages_saved(saving: list[Any], swaps: bool) -> None:
                 f"{type(callback).__name__}(save_freq={callback.save_freq}). Use "
                 "save_freq='epoch', or tfscale.callbacks.Checkpoint, which keeps all models."
             )
-    every = objects.allgather_object(text, "callbacks that see groups")
-    if any(every):
+    texts = objects.allgather_object(text, "callbacks that see groups")
+    if any(texts):
         raise ConfigError(
-            "Groups that train apart have a common model where epochs end. Received: "
-            f"{next(filter(None, every))}"
+            f"callbacks must save the groups' common model. Received: {next(filter(None, texts))}"
         )
 
 

@@ -49,10 +49,12 @@ class DistanceWeights:
     def __post_init__(self) -> None:
         require(self.lam >= 0, "lam", "0 or more", self.lam)
 
-    def of(self, common: np.ndarray, own: np.ndarray) -> float:
+    def of(self, common: np.ndarray, parameters: np.ndarray) -> float:
         """Return a rank's weight, in (0, 1]."""
-        scale = np.linalg.norm(common) + np.linalg.norm(own)
-        return float(np.exp(-self.lam * np.linalg.norm(common - own) / scale)) if scale else 1.0
+        scale = np.linalg.norm(common) + np.linalg.norm(parameters)
+        return (
+            float(np.exp(-self.lam * np.linalg.norm(common - parameters) / scale)) if scale else 1.0
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class ParameterAveraging(BeforeValidation):
         super().on_train_begin(logs)
         if distributed_of(self.model.optimizer) is not None and not runtime.is_single():
             raise ConfigError(
-                "Parameters are averaged where ranks train on their own. Received: a "
+                "ParameterAveraging needs ranks that train on their own. Received: a "
                 "DistributedOptimizer, which keeps the ranks equal. Compile with the Keras "
                 "optimizer itself, or remove ParameterAveraging."
             )

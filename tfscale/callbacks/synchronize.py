@@ -43,23 +43,22 @@ class Synchronize(Callback):
 
     * Before the first update it copies all weights and the optimizer's state from one rank to the
       others. A model that is not built yet is built from the data first.
-    * Before validation and saving it combines moving statistics (`NonTrainableState`) and, with
-      `tfscale.LocalSGD`, shows the average of the groups' models.
+    * Before validation and saving it combines moving statistics and, with `tfscale.LocalSGD`, shows
+      the average of the groups' models.
     * At the end of epochs it puts metrics of all ranks' data into the logs
-      (`MetricAverageCallback`), and requires bitwise equal weights (`ConsistencyCheck`), also after
-      the first update.
+      (`MetricAverageCallback`), and requires bitwise equal weights, also after the first update.
 
     Collective: all ranks must pass it to `fit`.
 
     Args:
         root_rank: Rank whose values are kept, 0 <= root_rank < size.
         metrics: Whether to combine metrics, as `MetricAverageCallback` does.
-        check: Whether to compare weights, as `ConsistencyCheck` does.
+        check: Whether to compare the digests of weights and optimizer state.
         local_variables: A model variable, or several, that stay different on every rank. They and
             their optimizer slots are neither copied nor checked, like those of local layers
             (`PartialDistributedOptimizer`) and of `register_local_var`.
-        non_trainable: Treatment of moving statistics before validation and saving, the `mode` of
-            `NonTrainableState`.
+        non_trainable: `"average"` replaces moving statistics, before validation and saving, by
+            their mean over the ranks whose values are finite; `"local"` keeps each rank's own.
 
     Raises:
         ConfigError: `root_rank` is not a rank, or `non_trainable` is unknown.
@@ -200,8 +199,8 @@ def broadcast_global_variables(root_rank: int = 0, model: Any = None) -> None:
     """
     if model is None:
         raise ConfigError(
-            "TensorFlow 2 has no global variables. Received: model=None. Pass model=..., or give "
-            "fit a tfscale.callbacks.Synchronize()."
+            "model must be a Keras model. Received: model=None. Pass model=..., or give fit a "
+            "tfscale.callbacks.Synchronize()."
         )
     _broadcast(model, root_rank)
 
@@ -229,8 +228,7 @@ class NonTrainableState(BeforeValidation):
     They are combined before `fit` validates, with one message per epoch. Integers, states of seed
     generators, and local layers and variables are not changed.
 
-    Collective: all ranks must pass it to `fit`. `Synchronize` and
-    `BroadcastGlobalVariablesCallback` add one.
+    `Synchronize` and `BroadcastGlobalVariablesCallback` add one.
 
     Args:
         mode: `"average"` takes the mean over the ranks whose values are finite, `"local"` keeps
@@ -245,7 +243,7 @@ class NonTrainableState(BeforeValidation):
         >>> norm = keras.layers.BatchNormalization(momentum=0.5)
         >>> model = keras.Sequential([keras.Input((1,)), norm])
         >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-        >>> callbacks = [tfscale.callbacks.NonTrainableState()]
+        >>> callbacks = [tfscale.callbacks.Synchronize(non_trainable="average")]
         >>> x, y = np.full((4, 1), 2.0), np.ones((4, 1))
         >>> history = model.fit(x, y, callbacks=callbacks, verbose=0)
         >>> norm.moving_mean.numpy().tolist()  # the mean of all ranks' moving means
@@ -330,12 +328,9 @@ class ConsistencyCheck(Callback):
     weights. It compares trainable variables and the optimizer's state, including learning rate and
     step count, but neither local variables and their optimizer state nor non-trainable state.
 
-    Collective: all ranks must pass it to `fit`. `Synchronize` and
-    `BroadcastGlobalVariablesCallback` add one.
+    `Synchronize` and `BroadcastGlobalVariablesCallback` add one.
 
     Args:
-        every_n_epochs: Epochs between two checks; 0 checks after the first update only.
-        optimizer_state: Whether the optimizer's state is compared.
         local_variables: Variables that may differ, besides those registered with the optimizer.
         groups: Groups of ranks within which weights must be equal, one sequence of ranks each; None
             uses the groups of local SGD or, without local SGD, the optimizer's process set.
@@ -347,25 +342,20 @@ class ConsistencyCheck(Callback):
         >>> tfscale.init()
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-        >>> callbacks = [tfscale.callbacks.ConsistencyCheck(every_n_epochs=5)]
+        >>> callbacks = [tfscale.callbacks.Synchronize(check=True)]
         >>> history = model.fit(np.zeros((4, 3)), np.ones((4, 1)), callbacks=callbacks, verbose=0)
         >>> history.history["loss"]  # no ExchangeError: the ranks are equal
         [1.0]
     """
 
     phase = Phase.COMPARE
-    compared = ("every_n_epochs", "optimizer_state")
 
     def __init__(
         self,
-        every_n_epochs: int = 1,
-        optimizer_state: bool = True,
         local_variables: Iterable[keras.Variable] | None = None,
         groups: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
-        self.every_n_epochs = every_n_epochs
-        self.optimizer_state = optimizer_state
         self.local_variables = list(local_variables or ())
         self.groups = groups
 
@@ -386,10 +376,9 @@ class ConsistencyCheck(Callback):
             self.check("after the first update")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check if one is due."""
+        """Check unless the update was given up."""
         super().on_epoch_end(epoch, logs)
-        is_due = self.every_n_epochs > 0 and (epoch + 1) % self.every_n_epochs == 0
-        if (is_due or self._is_first_due) and not self.is_void:
+        if not self.is_void:
             self._is_first_due = False
             self.check(f"at the end of epoch {epoch + 1}")
 
@@ -398,23 +387,26 @@ class ConsistencyCheck(Callback):
         if runtime.size() == 1:
             return
         local = model_state.local_ids(self.model, self.local_variables)
-        state = list(self.model.trainable_variables)
-        if self.optimizer_state:
-            state += model_state.optimizer_variables(self.model)
+        state = [
+            *self.model.trainable_variables,
+            *model_state.optimizer_variables(self.model),
+        ]
         variables = [v for v in model_state.distinct(state) if id(v) not in local]
-        own = [(variable.path, _digest(variable)) for variable in variables]
-        every = dict(enumerate(objects.allgather_object(own, name="check of weights")))
-        counts = {rank: len(found) for rank, found in every.items()}
+        digests_here = [(variable.path, _digest(variable)) for variable in variables]
+        digests_by_rank = dict(
+            enumerate(objects.allgather_object(digests_here, name="check of weights"))
+        )
+        counts = {rank: len(rank_digests) for rank, rank_digests in digests_by_rank.items()}
         hint = "Build the model and the optimizer from the same code everywhere."
         objects.require_equal_values(counts, f"The number of variables {moment}", hint)
         distributed = distributed_of(self.model.optimizer)
         apart = distributed and distributed.bound.groups
-        ranks = process_set_of(self.model).ranks or list(every)
+        ranks = process_set_of(self.model).ranks or list(digests_by_rank)
         # By place, with the paths of rank 0: Keras numbers layers by process.
-        labels = [f"{path} (variable {i})" for i, (path, _) in enumerate(every[0])]
+        labels = [f"{path} (variable {i})" for i, (path, _) in enumerate(digests_by_rank[0])]
         digests = {
-            rank: dict(zip(labels, [digest for _, digest in found], strict=True))
-            for rank, found in every.items()
+            rank: dict(zip(labels, [digest for _, digest in rank_digests], strict=True))
+            for rank, rank_digests in digests_by_rank.items()
         }
         groups = self.groups or (apart.ranks if apart else [ranks])
         objects.require_equal_values(digests, f"Weights {moment}", _CAUSES, groups)

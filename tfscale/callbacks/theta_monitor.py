@@ -161,15 +161,15 @@ class ThetaMonitor(Callback):
         has_surplus = is_known and data.has_surplus_ranks
         batch = EpochBatch(size or runtime.size(), None, has_surplus)
         loss = (total.loss_sum - last.loss_sum) / (total.steps - last.steps)
-        found = self._measures.end_epoch(self.model, {"loss": loss}, batch)
-        self._theta = theta_of(found.first_cost, found.cost, found.distance)
+        measures = self._measures.end_epoch(self.model, {"loss": loss}, batch)
+        self._theta = theta_of(measures.first_cost, measures.cost, measures.distance)
         row = {
             "update": self._n_updates,
             "epoch": self.epoch,
             "batch_size": size,
             "theta": self._theta,
         }
-        measured = dataclasses.asdict(found)
+        measured = dataclasses.asdict(measures)
         row |= {"loss": measured.pop("cost"), "first_loss": measured.pop("first_cost")}
         row |= {name: measured[name] for name in ("distance", "gradient_norm", "noise_scale")}
         self._peak = theta.peak_of([row if self._peak is None else self._peak, row])

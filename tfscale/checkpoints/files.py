@@ -124,7 +124,7 @@ def _blocks(arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
     offset = 0
     for name, array in arrays.items():
         if array.dtype.hasobject:
-            raise TypeError(f"Arrays of objects cannot be saved. Received: {name}.")
+            raise TypeError(f"arrays of objects cannot be saved. Received: {name}.")
         code, shape = _CODES.get(array.dtype.name), list(array.shape)
         # For types unknown to the format: bytes, and the type in the metadata.
         if code is None or not array.dtype.isnative:
@@ -486,14 +486,14 @@ def list_checkpoints(directory: str | Path) -> list[Found]:
     Raises:
         UnreadableError: The system does not allow the directory to be listed.
     """
-    found = []
+    folders = []
     for match in filter(None, map(_NAME.fullmatch, _names_in(Path(directory)))):
         path = Path(directory) / match[0]
         with contextlib.suppress(DamagedError), reading(path):  # deleted after it was listed
             status = path.stat()
             if stat.S_ISDIR(status.st_mode):
-                found.append((int(match[1]), status.st_mtime, path))
-    return [_look(path, step) for step, _, path in sorted(found, reverse=True)]
+                folders.append((int(match[1]), status.st_mtime, path))
+    return [_look(path, step) for step, _, path in sorted(folders, reverse=True)]
 
 
 def prune(directory: Path, keep: int, runs: Collection[str]) -> None:
@@ -506,14 +506,14 @@ def prune(directory: Path, keep: int, runs: Collection[str]) -> None:
     """
     n_finished = 0
     with contextlib.suppress(UnreadableError, OSError):  # there will be a next time
-        for found in list_checkpoints(directory):
-            if found.path.is_symlink():
+        for checkpoint in list_checkpoints(directory):
+            if checkpoint.path.is_symlink():
                 continue
-            is_own = found.path.name.rpartition("-")[2] in runs
-            is_left = not found.is_finished and (n_finished or not is_own)
-            if (n_finished >= keep or is_left) and not found.unreadable:  # which may be sound
-                delete(found.path)
-            n_finished += found.is_finished and not found.damage
+            is_own = checkpoint.path.name.rpartition("-")[2] in runs
+            is_left = not checkpoint.is_finished and (n_finished or not is_own)
+            if (n_finished >= keep or is_left) and not checkpoint.unreadable:  # which may be sound
+                delete(checkpoint.path)
+            n_finished += checkpoint.is_finished and not checkpoint.damage
 
 
 def delete(path: Path) -> None:
@@ -528,9 +528,9 @@ def delete(path: Path) -> None:
 def delete_all(directory: Path) -> None:
     """Delete all checkpoints, the newest last, and the directory if it is empty then."""
     with contextlib.suppress(OSError, UnreadableError):
-        for found in reversed(list_checkpoints(directory)):
-            if not found.path.is_symlink():
-                delete(found.path)
+        for checkpoint in reversed(list_checkpoints(directory)):
+            if not checkpoint.path.is_symlink():
+                delete(checkpoint.path)
         for name in filter(_MARK.fullmatch, _names_in(directory)):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()

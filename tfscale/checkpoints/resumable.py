@@ -60,14 +60,14 @@ class OnRankZero:
 
 def resumables(callbacks: Sequence[Any]) -> list[Resumable]:
     """Return the callbacks of a list that have a state, including those in a RankZero."""
-    found: list[Resumable] = []
+    resumed: list[Resumable] = []
     for callback in callbacks:
         inner = getattr(callback, "callback", None) if isinstance(callback, Traits) else None
         if isinstance(inner, Resumable):
-            found.append(OnRankZero(inner))
+            resumed.append(OnRankZero(inner))
         elif isinstance(callback, Resumable):
-            found.append(callback)
-    return found
+            resumed.append(callback)
+    return resumed
 
 
 def kind_of(callback: Resumable) -> str:
@@ -93,16 +93,16 @@ class CallbackState:
 
 def restore_callbacks(callbacks: Sequence[Any], parts: Sequence[Part], leader: int) -> None:
     """Restore the states of callbacks, and the arrays that the `leader` of this group wrote."""
-    own = resumables(callbacks)
+    resumed = resumables(callbacks)
     written = [state["kind"] for state in parts[0].info["callbacks"]]
-    given = [kind_of(callback) for callback in own]
-    if sorted(given) != sorted(written):
+    kinds = [kind_of(callback) for callback in resumed]
+    if sorted(kinds) != sorted(written):
         raise ConfigError(
-            f"A resumed run must have the same callbacks. Received: {given}; the checkpoint "
-            f"has the states of {written}. Pass the same callbacks, or another directory."
+            f"callbacks must be those of the checkpoint. Received: {kinds}; the checkpoint has "
+            f"the states of {written}. Pass the same callbacks, or another directory."
         )
     is_same_size, epoch = len(parts) == runtime.size(), parts[0].info["position"]["epoch"]
-    for kind, callback in zip(given, own, strict=True):
+    for kind, callback in zip(kinds, resumed, strict=True):
         j = written.index(kind)
         written[j] = ""  # the k-th callback of a kind gets the k-th state of this kind
         states = [part.info["callbacks"][j]["state"] for part in parts]

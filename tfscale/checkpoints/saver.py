@@ -69,12 +69,12 @@ class Saver:
             with contextlib.suppress(OSError):
                 mark.unlink()
         if errors:
-            need, way = "a directory that rank 0 can write to", "Pass another folder."
+            need, way = "one that rank 0 can write to", "Pass another folder."
             if self.is_shared:
-                need = "a directory that all ranks write to and read from"
+                need = "one that all ranks write to and read from"
                 way = "Pass a folder that all ranks share, or shared=False: rank 0 writes for all."
             raise ConfigError(
-                f"Checkpoints need {need}. Received: {str(self.directory)!r}, {errors[0]}. {way}"
+                f"directory must be {need}. Received: {str(self.directory)!r}, {errors[0]}. {way}"
             )
 
     def newest_sound(self) -> list[files.Part] | None:
@@ -88,37 +88,39 @@ class Saver:
         damaged: list[tuple[Path, str]] = []
         share = (runtime.rank(), runtime.size()) if self.is_shared else (0, 1)
         listed = partial(files.list_checkpoints, self.directory)
-        for found in _from_rank_zero(self.directory, listed, "checkpoints"):
-            path = self.directory / found.path.name  # this rank's path
-            found = dataclasses.replace(found, path=path)
+        for checkpoint in _from_rank_zero(self.directory, listed, "checkpoints"):
+            path = self.directory / checkpoint.path.name  # this rank's path
+            checkpoint = dataclasses.replace(checkpoint, path=path)
             parts: list[files.Part] = []
             error, unreadable = "", ""
-            if not found.is_finished and not found.unreadable:
-                _warn("Checkpoint %s is passed over: %s.", path, found.why_unfinished())
+            if not checkpoint.is_finished and not checkpoint.unreadable:
+                _warn("Checkpoint %s is passed over: %s.", path, checkpoint.why_unfinished())
                 continue
             try:
                 if self.is_shared or runtime.rank() == 0:
-                    parts = [files.Part.stored(path, manifest) for manifest in found.check(share)]
+                    parts = [
+                        files.Part.stored(path, manifest) for manifest in checkpoint.check(share)
+                    ]
             except files.DamagedError as failure:
                 error = str(failure)
             except files.UnreadableError as failure:
                 unreadable = f"rank {runtime.rank()}: {failure}"
-            every = objects.allgather_object((error, unreadable), name="check")
-            _require_readable(path, [text for _, text in every if text])
-            errors = [text for text, _ in every if text]
+            faults_by_rank = objects.allgather_object((error, unreadable), name="check")
+            _require_readable(path, [text for _, text in faults_by_rank if text])
+            errors = [text for text, _ in faults_by_rank if text]
             if not errors:
                 for other, _ in damaged if runtime.rank() == 0 else ():
                     text = "%s is renamed to %s."
                     logger.warning(text, other.name, files.set_aside(other) or "nothing")
-                return parts if self.is_shared else _sent_by_rank_zero(found, parts)
+                return parts if self.is_shared else _sent_by_rank_zero(checkpoint, parts)
             damaged.append((path, errors[0]))
             _warn("Checkpoint %s is passed over: %s.", path, errors[0])
         if damaged:
             reasons = "; ".join(f"{path.name}: {error}" for path, error in damaged)
             raise ConfigError(
-                "A run resumes from an undamaged checkpoint. Received: "
-                f"{str(self.directory)!r} with damaged ones only: {reasons}. Remove them, or pass "
-                "another directory, to start over."
+                f"No checkpoint to resume from is intact. Received: {str(self.directory)!r} with "
+                f"damaged ones only: {reasons}. Remove them, or pass another directory, to start "
+                "over."
             )
         return None
 
@@ -166,12 +168,12 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the files of all ranks; rank 0 then deletes old ones. Collective."""
-        need = "Each rank must write its part" if self.is_shared else "Rank 0 must write all parts"
+        fault = "Could not write" if self.is_shared else "rank 0 could not write"
 
         def describe(errors: str) -> ExchangeError:
             return ExchangeError(
-                f"{need} of a checkpoint. Received: {errors}. The checkpoints before are still "
-                "there. Make room, then start the job again."
+                f"{fault} parts of a checkpoint. Received: {errors}. Earlier checkpoints are "
+                "still there. Make room, then start the job again."
             )
 
         objects.raise_together(self.wait(), describe, "parts of a checkpoint")
@@ -182,14 +184,16 @@ class Saver:
 os.register_at_fork(after_in_child=Saver._writing.clear)  # the thread stays with the parent
 
 
-def _sent_by_rank_zero(found: files.Found, parts: list[files.Part]) -> list[files.Part]:
+def _sent_by_rank_zero(checkpoint: files.Found, parts: list[files.Part]) -> list[files.Part]:
     """Read all parts on rank 0, one at a time, and return them on all ranks."""
 
     def read(rank: int) -> files.Part:
         return files.Part(parts[rank].info, dict(parts[rank].arrays))
 
     name = "part of a checkpoint"
-    return [_from_rank_zero(found.path, partial(read, n), name) for n in range(found.size)]
+    return [
+        _from_rank_zero(checkpoint.path, partial(read, n), name) for n in range(checkpoint.size)
+    ]
 
 
 def _from_rank_zero(path: Path, read: Callable[[], Any], name: str) -> Any:
@@ -210,9 +214,9 @@ def _require_readable(path: Path, errors: list[str]) -> None:
     """Raise if there are errors: with an older checkpoint than the newest, steps would be lost."""
     if errors:
         raise ConfigError(
-            f"All ranks must be able to read a checkpoint. Received: {str(path)!r}, "
-            f"{errors[0]}. It may be sound, and nothing was changed: mend this, or move it away, "
-            "then start again."
+            f"Could not read a checkpoint on all ranks. Received: {str(path)!r}, {errors[0]}. It "
+            "may be sound, and nothing was changed: mend this, or move it away, then start "
+            "again."
         )
 
 
@@ -293,9 +297,9 @@ def agree_on_end(is_new: bool, stops: bool, is_broken: bool = False) -> tuple[bo
     The ranks save if some rank has unsaved steps and no rank's model is broken: a broken one would
     replace a sound checkpoint.
     """
-    every = objects.allgather_object((is_new, stops, is_broken), name="end of training")
-    is_new, stops = any(new for new, _, _ in every), any(stop for _, stop, _ in every)
-    broken = [rank for rank, (_, _, is_so) in enumerate(every) if is_so]
+    ends_by_rank = objects.allgather_object((is_new, stops, is_broken), name="end of training")
+    is_new, stops = any(new for new, _, _ in ends_by_rank), any(stop for _, stop, _ in ends_by_rank)
+    broken = [rank for rank, (_, _, is_so) in enumerate(ends_by_rank) if is_so]
     if is_new and broken:
         _warn("The last steps are not saved: weights of ranks %s are not finite.", broken)
     return is_new and not broken, stops

@@ -321,8 +321,8 @@ class Restore:
             RandomState().restored(self._saved(None))
         except (DamagedError, UnreadableError) as error:
             raise ExchangeError(
-                "A checkpoint must stay where it is until all ranks have read it. Received: "
-                f"{error}. Start the job again."
+                f"Could not read a checkpoint that is being restored. Received: {error}. Start "
+                "the job again."
             ) from error
         variables = (v for optimizer in optimizers for v in optimizer.variables)
         self._scalars = [(v, np.array(v.numpy())) for v in variables if tuple(v.shape) == ()]
@@ -352,6 +352,6 @@ def _require_same_weights(info: dict[str, Any], weights: Sequence[Any]) -> None:
     for i, (mine, theirs) in enumerate(itertools.zip_longest(own, info["weights"])):
         if mine is None or theirs is None or mine[1] != theirs[1]:
             raise ConfigError(
-                f"A resumed run must have the same model. Received: weight {i} is {mine}; in "
-                f"the checkpoint it is {theirs}. Build the same model, or pass another directory."
+                f"model must be that of the checkpoint. Received: weight {i} is {mine}; in the "
+                f"checkpoint it is {theirs}. Build the same model, or pass another directory."
             )

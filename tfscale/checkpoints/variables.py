@@ -105,10 +105,10 @@ class ModelState:
         """Sort the variables of a built model and the local slots of its optimizers."""
         self._model, ids = model, local_ids(model)
         self.state = distinct(v for layer in layers_of(model) for v in state_of(layer))
-        own = {id(v) for v in self.state}
+        state_ids = {id(v) for v in self.state}
         weights = distinct(model.weights)
         slots = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
-        self.weights = [v for v in weights if id(v) not in own | ids]
+        self.weights = [v for v in weights if id(v) not in state_ids | ids]
         self.seeds = [state for layer in layers_of(model) for state in seeds_of(layer)]
         self.local = [v for v in distinct([*weights, *slots]) if id(v) in ids]
 
@@ -131,14 +131,14 @@ class ModelState:
         for i, variable in enumerate(self.weights):
             groups = [saved.of(group[0]).arrays[f"weight/{i}"] for group in saved.groups]
             variable.assign(mean_of(groups))
-        own, n_ranks = saved.own, range(saved.size)
+        of_rank, n_ranks = saved.own, range(saved.size)
         for i, variable in enumerate(self.local):
-            variable.assign(own.arrays[f"local/{i}"])
+            variable.assign(of_rank.arrays[f"local/{i}"])
         for i, variable in enumerate(self.state):
-            parts = [own] if saved.is_exact else map(saved.of, n_ranks)
+            parts = [of_rank] if saved.is_exact else map(saved.of, n_ranks)
             variable.assign(mean_of([part.arrays[f"state/{i}"] for part in parts]))
         for i, variable in enumerate(self.seeds):
-            seed = own.arrays[f"seed/{i}"]
+            seed = of_rank.arrays[f"seed/{i}"]
             if runtime.rank() >= saved.size:  # keep this seed; restore the count of numbers drawn
                 seed = np.array([variable.numpy()[0], seed[1]], seed.dtype)
             variable.assign(seed)

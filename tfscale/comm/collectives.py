@@ -31,7 +31,7 @@ def call_of(process_set: ProcessSet, what: str, name: str | None = None) -> Call
     group = process_set.group()
     if group.rank < 0:
         raise eager.ArgumentExchangeError(
-            f"Only members of a process set may call {what}. Received: a call on rank "
+            f"{what} needs a member of the process set. Received: a call on rank "
             f"{runtime.rank()}, which is not in {list(group.ranks)}. Guard it with "
             "process_set.included()."
         )
@@ -118,8 +118,8 @@ def _warn_once(gradient: str | None, what: str, size: int) -> None:
 def _require_sum(reduction: Reduction) -> None:
     if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
-            "Only sums and averages have a gradient. Received: "
-            f"op={reduction.op.name.capitalize()}. Use Sum or Average."
+            "op must be Sum or Average for gradients. Received: "
+            f"op={reduction.op.name.capitalize()}."
         )
 
 
@@ -140,9 +140,9 @@ def _reduce(tensors: Sequence[tf.Tensor], reduction: Reduction, call: Call) -> l
     tensors = [tf.convert_to_tensor(t) for t in tensors]
     runtime.require_reducible(tensors)
 
-    def collective(*own: tf.Tensor) -> tuple[Any, Any]:
-        dtype = own[0].dtype
-        wide = [tf.cast(value, reduction.summed_as(dtype)) for value in own]
+    def collective(*tensors: tf.Tensor) -> tuple[Any, Any]:
+        dtype = tensors[0].dtype
+        wide = [tf.cast(value, reduction.summed_as(dtype)) for value in tensors]
         sums = runtime.backend().allreduce(wide, call, reduction)
         return [_narrowed(total, dtype) for total in sums], None
 
@@ -474,8 +474,8 @@ def _alltoall(value: tf.Tensor, parts: tf.Tensor, call: Call) -> tuple[tf.Tensor
 def _equal_splits(value: tf.Tensor, size: int) -> tf.Tensor:
     if value.shape.rank == 0 or (value.shape[0] is not None and value.shape[0] % size):
         raise eager.ArgumentConfigError(
-            f"Without splits the rows must be a multiple of the {size} ranks. "
-            f"Received: shape={value.shape}. Pass splits."
+            f"splits must be given unless the {size} ranks divide the rows. Received: "
+            f"shape={value.shape}. Pass splits."
         )
     return tf.repeat(tf.shape(value, tf.int64)[:1] // size, size)
 
@@ -487,13 +487,13 @@ def _given_splits(splits: Any, value: tf.Tensor, size: int) -> tf.Tensor:
             f"splits must be a vector of integers, a number of rows for each of the {size} ranks. "
             f"Received: dtype={parts.dtype.name}, shape={parts.shape}."
         )
-    given = tf.get_static_value(parts)
+    split_values = tf.get_static_value(parts)
     rows = value.shape[0] if value.shape.rank else None
-    is_known = given is not None and rows is not None
-    if is_known and (given.sum() != rows or (given < 0).any()):
+    is_known = split_values is not None and rows is not None
+    if is_known and (split_values.sum() != rows or (split_values < 0).any()):
         raise eager.ArgumentConfigError(
             f"splits must be 0 or more and add up to the {rows} rows of the tensor. "
-            f"Received: splits={given.tolist()}."
+            f"Received: splits={split_values.tolist()}."
         )
     return tf.cast(parts, tf.int64)
 
@@ -546,9 +546,9 @@ def reducescatter(
     reduction = reduction_of(op, call.group.size, prescale_factor, postscale_factor)
     runtime.require_reducible([value])
 
-    def collective(own: tf.Tensor) -> tuple[Any, Any]:
-        wide = tf.cast(own, reduction.summed_as(own.dtype))
-        return _narrowed(runtime.backend().reducescatter(wide, call, reduction), own.dtype), None
+    def collective(value: tf.Tensor) -> tuple[Any, Any]:
+        wide = tf.cast(value, reduction.summed_as(value.dtype))
+        return _narrowed(runtime.backend().reducescatter(wide, call, reduction), value.dtype), None
 
     def backward(_: Any, back: Call, output_gradient: tf.Tensor) -> tf.Tensor:
         _require_sum(reduction)
@@ -619,7 +619,7 @@ def allreduce_sparse(
     """
     if reduction.op is not ReduceOp.SUM:
         raise ConfigError(
-            "Sparse tensors can be summed or averaged. Received: "
+            "sparse tensors need op=Sum or Average. Received: "
             f"op={reduction.op.name.capitalize()}. Use sparse_as_dense=True."
         )
     runtime.require_reducible([slices.values])
@@ -628,23 +628,24 @@ def allreduce_sparse(
     is_wide = is_mean and dtype.is_integer
     wide = tf.cast(slices.values, tf.int64 if is_wide else reduction.summed_as(dtype))
     slices = tf.IndexedSlices(wide, slices.indices, slices.dense_shape)
-    own = slices if keeps_repeats else deduplicate(slices)
-    terms = reduction.terms("sparse") + _dense_shape_terms(own)
+    sent_slices = slices if keeps_repeats else deduplicate(slices)
+    terms = reduction.terms("sparse") + _dense_shape_terms(sent_slices)
     terms += f", indices {slices.indices.dtype.name}, values {dtype.name}"
     if tf.executing_eagerly():
         eager.agree(
-            eager.header_of("sparse allreduce", [terms], [own.values], call.label), call.group
+            eager.header_of("sparse allreduce", [terms], [sent_slices.values], call.label),
+            call.group,
         )
 
     def gather(what: str, rows: tf.Tensor) -> tf.Tensor:
         named = Call(call.group, f"{call.label} {what}", call.after, terms=terms)
         return runtime.backend().allgather(rows, named)[0]
 
-    if own.dense_shape is not None and tf.get_static_value(own.dense_shape) is None:
+    if sent_slices.dense_shape is not None and tf.get_static_value(sent_slices.dense_shape) is None:
         # A tensor without elements: it only compares dimensions that are unknown while tracing.
-        shape = tf.pad(own.dense_shape, [[1, 0]])
+        shape = tf.pad(sent_slices.dense_shape, [[1, 0]])
         gather("dense shape", tf.zeros(shape, tf.uint8))
-    values, indices = gather("rows", own.values), gather("indices", own.indices)
+    values, indices = gather("rows", sent_slices.values), gather("indices", sent_slices.indices)
     factor = reduction.prescale * reduction.postscale
     if values.dtype.is_integer:  # a mean of rounded shares would not be the mean
         values = values / 1 if is_mean else values  # floats, as in Horovod

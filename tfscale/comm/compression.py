@@ -117,7 +117,7 @@ class QuantizedCompressor(LossyCompressor):
         super().__post_init__()
         if self.bits < 8 and not self.error_feedback:
             raise ConfigError(
-                f"Gradients of {self.bits} bits need error feedback: without it, training stops "
+                f"error_feedback must be True for {self.bits} bits: without it, training stops "
                 "early. Received: error_feedback=False. Leave it out, or use Compression.int8."
             )
 
@@ -189,7 +189,7 @@ def refuse_low_rank(compression: Any, where: str) -> None:
     """Raise a ConfigError for factors of low rank where ranks do not sum whole gradients."""
     if isinstance(compression, LowRankCompressor):
         raise ConfigError(
-            "Factors of low rank stand for whole gradients that every rank receives in each step. "
+            "Compression.low_rank needs whole gradients that every rank receives in each step. "
             f"Received: Compression.low_rank for {where}. Use DistributedOptimizer with "
             "exchange=tfscale.Allreduce() or tfscale.Chunked(), or Compression.bf16."
         )
@@ -200,7 +200,7 @@ def refuse_quantized(compression: Any, where: str) -> None:
     refuse_low_rank(compression, where)
     if isinstance(compression, QuantizedCompressor):
         raise ConfigError(
-            "Sums of few bits need the residuals of earlier ones, which an optimizer keeps between "
-            f"its steps. Received: Compression.{compression.wire_dtype} for {where}. Use "
+            f"Compression.{compression.wire_dtype} needs residuals that an optimizer keeps. "
+            f"Received: Compression.{compression.wire_dtype} for {where}. Use "
             "DistributedOptimizer without these options, or Compression.bf16."
         )

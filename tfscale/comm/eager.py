@@ -44,9 +44,9 @@ _ENGINE_TEXT = re.compile(r"TFSCALE_(FAILED|STOPPED): (.*?)(?=\n|$)")
 
 def engine_text(message: str) -> str:
     """Return the engine's text within TensorFlow's message, or else the whole message."""
-    found = _ENGINE_TEXT.search(message)
+    match = _ENGINE_TEXT.search(message)
     # TensorFlow puts the node's name after the text of an op, on the same line.
-    return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", found[2]) if found else message
+    return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", match[2]) if match else message
 
 
 def has_stopped(message: str) -> bool:
@@ -132,7 +132,7 @@ def agree(header: Header, group: Group) -> None:
         latest = max(headers, key=lambda h: h.number)
         if header.number < latest.number:
             raise PreconditionExchangeError(
-                "A collective must end alike on all ranks. Received: rank "
+                "ranks ended a collective differently. Received: rank "
                 f"{group.ranks[headers.index(latest)]} raised an error in it and calls "
                 f"{latest.describe()} by now, while rank {group.ranks[group.rank]} calls "
                 f"{header.describe()}. See the error of that rank, or catch this one too."
@@ -155,19 +155,18 @@ def _common_header(headers: list[Header], group: Group) -> Header:
     for rank, other in active[1:]:
         if not other.matches(first):
             raise PreconditionExchangeError(
-                "All ranks must call the same collectives in the same order, with equal types and "
-                f"shapes. Received: rank {first_rank} calls {first.describe()} and rank {rank} "
-                f"calls {other.describe()}. Call the same functions, and give fit the same "
-                "callbacks, on every rank."
+                "ranks called different collectives, or one with other types or shapes. "
+                f"Received: rank {first_rank} calls {first.describe()} and rank {rank} calls "
+                f"{other.describe()}. Call the same functions, and give fit the same callbacks, "
+                "on every rank."
             )
     # A joined rank contributes zeros, which is right in sums only.
     is_sum = first.kind == "allreduce" and first.options[0] == ReduceOp.SUM.name
     if joined and not is_sum:
         raise ExchangeError(
-            "After a rank has called join(), the others may call allreduce with Sum or Average "
-            f"only, equal on all of them. Received: {first.describe()} while rank {joined[0]} has "
-            "joined. For training use tfscale.data.GlobalBatches: it gives every rank as many "
-            "batches."
+            f"rank {joined[0]} has joined, so that the others may call only allreduce with Sum "
+            f"or Average, equal on all of them. Received: {first.describe()}. For training use "
+            "tfscale.data.GlobalBatches: it gives every rank as many batches."
         )
     return first
 

@@ -40,8 +40,8 @@ def _require_sent(objects: Iterable[tuple[int, Any]]) -> None:
     for rank, obj in objects:
         if isinstance(obj, _Failure):
             raise ExchangeError(
-                f"Objects must be picklable. Received: on rank {rank} one that is not: {obj.text}. "
-                "Use functions and classes that are defined in a module."
+                f"rank {rank} gave an object that is not picklable. Received: {obj.text}. Use "
+                "functions and classes that are defined in a module."
             )
 
 
@@ -82,7 +82,7 @@ def allgather_object(
 
 
 def raise_together(
-    own: str,
+    failure: str,
     describe: Callable[[str], Exception],
     name: str,
     process_set: ProcessSet = global_process_set,
@@ -90,14 +90,14 @@ def raise_together(
     """Raise an error on all ranks if any of them has one. Collective.
 
     Args:
-        own: This rank's error in words; "" for none.
+        failure: This rank's error in words; "" for none.
         describe: Makes the exception of the errors of all ranks, each with its rank before it.
         name: Name of the collective in logs and errors.
         process_set: The ranks that take part.
     """
-    every = allgather_object(own, name, process_set)
-    ranks = process_set.ranks or range(len(every))
-    texts = [f"rank {rank}: {text}" for rank, text in zip(ranks, every, strict=True) if text]
+    text_by_rank = allgather_object(failure, name, process_set)
+    ranks = process_set.ranks or range(len(text_by_rank))
+    texts = [f"rank {rank}: {text}" for rank, text in zip(ranks, text_by_rank, strict=True) if text]
     if texts:
         raise describe("; ".join(texts))
 
@@ -120,7 +120,7 @@ class Named:
 
 
 def require_equal(
-    own: Any,
+    value: Any,
     what: str,
     hint: str,
     name: str | None = None,
@@ -129,34 +129,34 @@ def require_equal(
     """Raise an ExchangeError on all ranks unless they pass equal values. Collective.
 
     Args:
-        own: This rank's value; see `require_equal_values`.
+        value: This rank's value; see `require_equal_values`.
         what: What is compared; begins the text of the error.
         hint: What to do, in a sentence.
         name: Name of the collective in logs and errors; None for `what`.
         process_set: The ranks that take part.
     """
-    every = allgather_object(own, name=name or what, process_set=process_set)
-    ranks = process_set.ranks or range(len(every))
-    require_equal_values(dict(zip(ranks, every, strict=True)), what, hint)
+    values = allgather_object(value, name=name or what, process_set=process_set)
+    ranks = process_set.ranks or range(len(values))
+    require_equal_values(dict(zip(ranks, values, strict=True)), what, hint)
 
 
 def require_equal_values(
-    every: Mapping[int, Any], what: str, hint: str, groups: Iterable[Sequence[int]] = ()
+    value_by_rank: Mapping[int, Any], what: str, hint: str, groups: Iterable[Sequence[int]] = ()
 ) -> None:
     """Raise an ExchangeError unless the values of ranks are equal, naming who has which.
 
     Args:
-        every: The value of each rank. Of dicts, lists and sets the entries that differ are shown;
+        value_by_rank: Of dicts, lists and sets the entries that differ are shown;
             bytes are digests, which are not shown, nor are long values.
         what: What is compared; begins the text of the error.
         hint: What to do, in a sentence.
         groups: The ranks whose values must be equal; all of them by default.
     """
-    is_alike = len({type(value) for value in every.values()}) == 1
-    tables = {rank: _entries(v) if is_alike else {"": v} for rank, v in every.items()}
+    is_alike = len({type(value) for value in value_by_rank.values()}) == 1
+    tables = {rank: _entries(v) if is_alike else {"": v} for rank, v in value_by_rank.items()}
     differing = []
     for label in dict.fromkeys(label for table in tables.values() for label in table):
-        for ranks in groups or [list(every)]:
+        for ranks in groups or [list(value_by_rank)]:
             values = [tables[rank].get(label, _MISSING) for rank in ranks]
             if any(value != values[0] for value in values):
                 differing.append(_difference(label, values, ranks))
@@ -185,15 +185,17 @@ def _difference(label: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
         return f"other {name or 'values'} on rank {listed(others)} than on rank {ranks[0]}"
     holders: list[tuple[Any, list[int]]] = []
     for rank, value in zip(ranks, values, strict=True):
-        known = next((own for other, own in holders if other == value), None)
-        if known is None:
-            holders.append((value, known := []))
-        known.append(rank)
+        holding_ranks = next(
+            (value_ranks for other, value_ranks in holders if other == value), None
+        )
+        if holding_ranks is None:
+            holders.append((value, holding_ranks := []))
+        holding_ranks.append(rank)
     texts = []
-    for value, own in holders[:_VALUES_SHOWN]:
+    for value, value_ranks in holders[:_VALUES_SHOWN]:
         text = f"no {name}" if value is _MISSING else f"{label}{value}"
-        texts.append(f"{text} on rank {listed(own)}")
-    others = [rank for _, own in holders[_VALUES_SHOWN:] for rank in own]
+        texts.append(f"{text} on rank {listed(value_ranks)}")
+    others = [rank for _, value_ranks in holders[_VALUES_SHOWN:] for rank in value_ranks]
     return " and ".join([*texts, *([f"others on rank {listed(others)}"] if others else [])])
 
 
@@ -304,14 +306,14 @@ def broadcast_variables(
 
 def _require_alike(variables: Sequence[Any], process_set: ProcessSet) -> None:
     """Raise an error that names the first variable that is not alike on all ranks. Collective."""
-    own = [f"{tf.as_dtype(v.dtype).name}{tf.TensorShape(v.shape)}" for v in variables]
-    digest = hashlib.sha256(repr(own).encode()).digest()
+    types = [f"{tf.as_dtype(v.dtype).name}{tf.TensorShape(v.shape)}" for v in variables]
+    digest = hashlib.sha256(repr(types).encode()).digest()
     digests = allgather_object(digest, name="digest of variables", process_set=process_set)
     if len(set(digests)) == 1:
         return
     names = [f"number {i}, {getattr(v, 'path', v.name)}" for i, v in enumerate(variables)]
     require_equal(
-        dict(zip(names, own, strict=True)),
+        dict(zip(names, types, strict=True)),
         "The dtypes and shapes of variables that are broadcast",
         "Build the same model on every rank, and its optimizer before you broadcast its variables.",
         name="kinds of variables",

@@ -23,8 +23,8 @@ def require_hosts(text: str, source: str) -> str:
     """
     if not _items(text):
         raise ConfigError(
-            f"Hosts that are given must be named. Received: {source} without a name. "
-            "Name them (-H host1:2,host2:2), or leave the option out to stay on this host."
+            f"{source} must name a host. Received: {source} without a name. Name them (-H "
+            "host1:2,host2:2), or leave the option out to stay on this host."
         )
     return text
 
@@ -38,13 +38,13 @@ def parse_places(text: str) -> Places:
     """
     places: dict[str, int] = {}
     for item in _items(text):
-        found = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)([1-9]\d*))?", item)
-        if found is None:
+        match = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)([1-9]\d*))?", item)
+        if match is None:
             raise ConfigError(
-                f"A host is a name and a positive number of ranks. Received: {item}. "
-                "Write -H host1:2,host2:2."
+                f"hosts must be names with positive numbers. Received: {item}. Write -H "
+                "host1:2,host2:2."
             )
-        name, number = found.groups()
+        name, number = match.groups()
         places[name] = places.get(name, 0) + int(number or 1)
     return tuple(places.items())
 
@@ -58,7 +58,7 @@ def spread(places: Places, size: int) -> Places:
             n_left -= hosts[-1][1]
     if n_left:
         raise ConfigError(
-            f"The hosts must have a place for each of {size} ranks. Received: "
+            f"hosts must have a place for each of {size} ranks. Received: "
             f"hosts={listed(places)}, {n_left} too few. Raise the numbers or lower -np."
         )
     return tuple(hosts)

@@ -82,7 +82,7 @@ def require_reducible(tensors: Sequence[tf.Tensor]) -> None:
     for tensor in tensors:
         if tensor.dtype not in _REDUCIBLE:
             raise ConfigError(
-                "A reduction needs float32, float64, float16, bfloat16, int32, int64, int8 or "
+                "dtype must be float32, float64, float16, bfloat16, int32, int64, int8 or "
                 f"uint8. Received: dtype={tensor.dtype.name}. Cast the tensor first."
             )
 
@@ -121,8 +121,8 @@ class ProcessSet:
             self.ranks = sorted(int(r) for r in ranks)
             if not self.ranks or self.ranks[0] < 0 or len(set(self.ranks)) < len(self.ranks):
                 raise ConfigError(
-                    "A process set needs one or more distinct ranks, 0 or greater. "
-                    f"Received: ranks={list(ranks)}."
+                    "ranks must be distinct, 0 or greater, and at least one. Received: "
+                    f"ranks={list(ranks)}."
                 )
 
     def register(self, ranks: list[int] | None, process_set_id: int | None) -> None:
@@ -135,8 +135,8 @@ class ProcessSet:
             return world()
         if self.process_set_id is None or self.ranks is None:
             raise ExchangeError(
-                "A process set must be added before it is used. Received: ranks="
-                f"{self.ranks}. Call tfscale.add_process_set(...) or init(process_sets=[...])."
+                f"process_set must be added before it is used. Received: ranks={self.ranks}. "
+                "Call tfscale.add_process_set(...) or init(process_sets=[...])."
             )
         own = rank()
         place = self.ranks.index(own) if own in self.ranks else -1
@@ -193,21 +193,19 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     ranks = process_set.ranks or []
     if process_set.process_set_id is not None or process_set is global_process_set:
-        raise ConfigError(f"A process set can be added once. Received: {process_set!r}.")
+        raise ConfigError(f"process_set was added before. Received: {process_set!r}.")
     if process_set.mpi_comm is not None and not ranks:
         raise ConfigError(
-            "The process set of a communicator is added by init. Received: "
-            f"{process_set!r}. Call tfscale.init(process_sets=[...]), or name the ranks."
+            f"process_set of a communicator needs init. Received: {process_set!r}. Call "
+            "tfscale.init(process_sets=[...]), or name the ranks."
         )
     if any(type(s) is type(process_set) and s.ranks == ranks for s in known_process_sets()):
         raise ConfigError(
-            f"A process set of these ranks exists already. Received: ranks={ranks}. Use the set "
-            "that add_process_set returned, or remove it first."
+            f"ranks are a process set already. Received: ranks={ranks}. Use the set that "
+            "add_process_set returned, or remove it first."
         )
     if ranks[-1] >= size():
-        raise ConfigError(
-            f"Ranks of a process set must lie in [0, {size()}). Received: ranks={ranks}."
-        )
+        raise ConfigError(f"ranks must lie in [0, {size()}). Received: ranks={ranks}.")
     with deadline_of_start(config.settings(), "tfscale.add_process_set()"):
         process_set.register(process_set.ranks, backend().add_group(ranks))
     known_process_sets().append(process_set)
@@ -224,9 +222,9 @@ def own_process_set(ranks: Sequence[int]) -> ProcessSet:
     MPI has a limited number of communicators, so the optimizers of a hyperparameter search share
     one.
     """
-    for known in known_process_sets():
-        if isinstance(known, _OwnProcessSet) and known.ranks == list(ranks):
-            return known
+    for process_set in known_process_sets():
+        if isinstance(process_set, _OwnProcessSet) and process_set.ranks == list(ranks):
+            return process_set
     return add_process_set(_OwnProcessSet(ranks))
 
 
@@ -449,11 +447,11 @@ def _int_op(read: Callable[[], int]) -> tf.Tensor:
 
 
 def _set_of(process_set_id: int) -> ProcessSet:
-    for known in (global_process_set, *known_process_sets()):
-        if known.process_set_id == process_set_id:
-            return known
+    for process_set in (global_process_set, *known_process_sets()):
+        if process_set.process_set_id == process_set_id:
+            return process_set
     raise ExchangeError(
-        "A process set must be added before it is used. Received: "
+        "process_set_id must be that of an added set. Received: "
         f"process_set_id={process_set_id}. Call tfscale.add_process_set(...)."
     )
 

@@ -39,12 +39,12 @@ class GlobalBatches(keras.utils.PyDataset):
     epoch is a permutation drawn from (seed, epoch), and rank r serves the r-th of n
     equal slices of each batch. Nothing is communicated. `evaluate` returns metrics of this rank's
     slices unless MetricAverageCallback is among its callbacks; `predict` returns the rows of the
-    slices, and requires shuffle=False and drop_remainder=False.
+    slices, and requires shuffle=False.
 
     ```python
     data = GlobalBatches(x, y, batch_size=256, seed=1)
     model.fit(data, epochs=90, validation_data=GlobalBatches(
-        x_val, y_val, batch_size=256, shuffle=False, drop_remainder=False))
+        x_val, y_val, batch_size=256, shuffle=False))
     ```
 
     The epoch number continues over several `fit` calls and respects `initial_epoch`; an interrupted
@@ -62,8 +62,7 @@ class GlobalBatches(keras.utils.PyDataset):
         >>> data = tfscale.data.GlobalBatches(x, y, batch_size=4, seed=1)
         >>> [tuple(inputs.shape) for inputs, labels in data]  # (2, 1) on each of two ranks
         [(4, 1), (4, 1)]
-        >>> options = dict(shuffle=False, drop_remainder=False)  # for evaluation
-        >>> data = tfscale.data.GlobalBatches(x, y, batch_size=4, **options)
+        >>> data = tfscale.data.GlobalBatches(x, y, batch_size=4, shuffle=False)  # for evaluation
         >>> [len(labels) for inputs, labels in data]
         [4, 4, 2]
     """
@@ -76,7 +75,7 @@ class GlobalBatches(keras.utils.PyDataset):
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,
-        drop_remainder: bool = True,
+        drop_remainder: bool | None = None,
         sample_weight: Any = None,
     ) -> None:
         """Serve slices of arrays.
@@ -90,9 +89,9 @@ class GlobalBatches(keras.utils.PyDataset):
             seed: Non-negative, the same on all ranks.
             shuffle: Draw another order in each epoch. `fit`'s own `shuffle` is ignored.
             drop_remainder: Leave out the samples after the last full batch (different ones in
-                each epoch). Use False with shuffle=False for validation: each sample is
-                served once over all ranks; a rank whose last slice is empty serves one
-                step less.
+                each epoch). None means True with `shuffle`, and False without: each sample is then
+                served once over all ranks, and a rank whose last slice is empty serves one step
+                less.
             sample_weight: Array of shape (samples,), or a structure like `y`.
 
         Raises:
@@ -112,7 +111,7 @@ class GlobalBatches(keras.utils.PyDataset):
         shuffle_buffer: int | None = None,
         seed: int = 0,
         decode: Callable[..., Any] | None = None,
-        drop_remainder: bool = True,
+        drop_remainder: bool | None = None,
     ) -> GlobalBatches:
         """Serve slices of a dataset of records, such as those of files.
 
@@ -129,7 +128,7 @@ class GlobalBatches(keras.utils.PyDataset):
             decode: Maps a record to x, (x, y) or (x, y, sample_weight), in the dataset's graph.
                 A parameter `seed` receives an int64 tensor (2,) for `tf.random.stateless_*`; it
                 differs by record and epoch, and does not depend on the number of ranks.
-            drop_remainder: As for arrays.
+            drop_remainder: As for arrays; None means True unless `shuffle_buffer` is 0 or 1.
 
         Returns:
             The data, to be passed to `fit`.
@@ -152,13 +151,14 @@ class GlobalBatches(keras.utils.PyDataset):
         self,
         source: ArraySource | RecordSource,
         is_shuffled: bool,
-        drop_remainder: bool,
+        drop_remainder: bool | None,
         batch_size: int,
         seed: int,
     ) -> None:
         super().__init__()
         self._source = source
-        self._is_shuffled, self._drop_remainder = is_shuffled, drop_remainder
+        self._is_shuffled = is_shuffled
+        self._drop_remainder = is_shuffled if drop_remainder is None else drop_remainder
         self._seed, self._number = check_integer("seed", seed, 0), 0
         self.has_surplus_ranks = False  # whether a part of the ranks may share a batch
         self._kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
@@ -232,9 +232,9 @@ class GlobalBatches(keras.utils.PyDataset):
         """
         if state["samples"] != self.samples:
             raise ConfigError(
-                "The state must come from the same data. Received: "
-                f"state['samples']={state['samples']}, samples={self.samples}. "
-                "Train without the state, or with its data."
+                "state must come from the same data. Received: "
+                f"state['samples']={state['samples']}, samples={self.samples}. Train without the "
+                "state, or with its data."
             )
         self._seed = check_integer("seed", state["seed"], 0)
         self._number = check_integer("epoch", state["epoch"], 0)
@@ -404,25 +404,27 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
         data.restore(state, first_step)
     if state is None or not isinstance(data, GlobalBatches):
         return
-    own = data.batch_size
+    batch_size = data.batch_size
     if first_step is None:
-        state = {**state, "batch_size": own}
+        state = {**state, "batch_size": batch_size}
     # A callback that sets the batch size (`kept`) continues with its own.
-    is_told = state["batch_size"] != own and data._kept is None
+    is_told = state["batch_size"] != batch_size and data._kept is None
     if is_told and runtime.rank() == 0:
-        logger.warning("The checkpoint has batches of %d, fit of %d.", state["batch_size"], own)
+        logger.warning(
+            "The checkpoint has batches of %d, fit of %d.", state["batch_size"], batch_size
+        )
     try:
         data.restore(state)
     except ConfigError as error:
         if state["samples"] != data.samples:
             raise
         if first_step == 0:  # then the program's own batch size is used
-            data.restore({**state, "batch_size": own})
+            data.restore({**state, "batch_size": batch_size})
             return
         raise ConfigError(
-            "A resumed epoch keeps its batches. Received: "
-            f"batch_size={state['batch_size']} in the checkpoint. {error} Start with a number of "
-            "ranks that divides it, or move this checkpoint away."
+            f"batch_size must stay in an epoch. Received: batch_size={state['batch_size']} in "
+            f"the checkpoint. {error} Start with a number of ranks that divides it, or move this "
+            "checkpoint away."
         ) from error
 
 

@@ -100,14 +100,14 @@ def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
         )
     if samples < size:
         raise ConfigError(
-            "Every rank needs at least one sample. "
-            f"Received: samples={samples}, size={size}. Use fewer ranks or more data."
+            f"samples must be one per rank or more. Received: samples={samples}, size={size}. "
+            "Use fewer ranks or more data."
         )
     if is_training and slices.remainder % size:
         raise ConfigError(
-            "In training with drop_remainder=False the last, smaller batch must be a multiple "
-            f"of the number of ranks. Received: samples={samples}, batch_size={batch_size}, "
-            f"last batch={slices.remainder}, size={size}. Use drop_remainder=True, or "
+            "drop_remainder=False needs a last batch, in training, that the number of ranks "
+            f"divides. Received: samples={samples}, batch_size={batch_size}, last "
+            f"batch={slices.remainder}, size={size}. Use drop_remainder=True, or "
             f"{samples - slices.remainder % size} samples; for validation use shuffle=False."
         )
     return slices

@@ -45,8 +45,8 @@ class ArraySource:
         lengths = [len(array) for array in keras.tree.flatten(self._parts)]
         if len(set(lengths)) != 1:
             raise ConfigError(
-                "All arrays of x, y and sample_weight must have the same length (their first "
-                f"axis counts the samples). Received: lengths={lengths}."
+                "x, y and sample_weight must have the same length (their first axis counts the "
+                f"samples). Received: lengths={lengths}."
             )
         self.samples = lengths[0]
 
@@ -105,9 +105,9 @@ def _as_arrays(structure: Any) -> Any:
     )
     if array.ndim == 0 or is_other:
         raise ConfigError(
-            "Arrays must have a first axis that counts the samples and a numeric or string type. "
-            f"Received: shape={array.shape}, dtype={array.dtype}. Use "
-            "GlobalBatches.from_dataset for ragged or sparse data."
+            "shape must have a first axis that counts samples, and dtype be numeric or string. "
+            f"Received: shape={array.shape}, dtype={array.dtype}. Use GlobalBatches.from_dataset "
+            "for ragged or sparse data."
         )
     return array
 
@@ -140,21 +140,21 @@ def _seeds_of_order(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     while steps:
         step = steps.pop()
         steps.extend(inputs_of(step))
-        own = drawn_with(step)
+        pair = drawn_with(step)
         if is_unordered(step):
             raise ConfigError(
                 "dataset must give the same order on all ranks and in each pass. Received: a "
                 f"{type(step).__name__} with deterministic=False. Leave that argument out."
             )
-        if own == (0, 0):
+        if pair == (0, 0):
             raise ConfigError(
                 "dataset must give the same order on all ranks and in each pass. Received: a "
                 f"{type(step).__name__} that draws another one. Remove shuffle(), use "
                 "list_files(..., shuffle=False), and let GlobalBatches shuffle: shuffle_buffer=. "
                 "To split data, use shuffle(n, seed=1, reshuffle_each_iteration=False)."
             )
-        if own is not None:
-            seeds.append(own)
+        if pair is not None:
+            seeds.append(pair)
     return seeds
 
 
@@ -329,15 +329,15 @@ class _EpochReader:
         batch = next(reader, None)
         if batch is None or any(part.shape[0] != length for part in tf.nest.flatten(batch)[:1]):
             raise ConfigError(
-                "The dataset must give the same number of records in every epoch. "
-                f"Received: it ended at step {step + 1} of {self._slices.steps}, with "
+                "dataset must give the same number of records in every epoch. Received: it "
+                f"ended at step {step + 1} of {self._slices.steps}, with "
                 f"size={self._slices.samples}. Correct size, or leave it out."
             )
         parts = batch if isinstance(batch, tuple) else (batch,)
         if not 1 <= len(parts) <= 3:
             raise ConfigError(
-                "A record must be x, (x, y) or (x, y, sample_weight) once decoded. "
-                f"Received: a tuple of {len(parts)}. Change decode."
+                "records must be x, (x, y) or (x, y, sample_weight) once decoded. Received: a "
+                f"tuple of {len(parts)}. Change decode."
             )
         return parts
 

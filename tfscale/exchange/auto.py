@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tfscale.comm.backends.base import Group
-from tfscale.config import ConfigError, require
+from tfscale.config import ConfigError
 from tfscale.exchange.allreduce import Allreduce
 from tfscale.exchange.base import DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters, places_of
@@ -32,18 +32,17 @@ class Auto(Exchange):
 
     Outside of these steps, until the decision, gradients are exchanged as by `Allreduce()`. The
     decision needs calls of `tfscale.after_step`; `fit` makes them if it is given a tfscale
-    callback.
+    callback. Dense layers exchange activations only if the batch size is known: that of the
+    `GlobalBatches` given to `fit`, or of `tfscale.prepare(model, batch_size=...)`.
 
     Attributes:
         machine: None measures the job. A `Machine`, the name of a preset or a file of `tfscale tune
             links` gives the links, and the times of the layers if it has those of the model.
-        global_batch: Samples of all ranks together; None uses that of `GlobalBatches`. If it is
-            unknown, dense layers exchange weight gradients.
         replan: Return to plain allreduce if every plan that was tried is measured to be slower.
 
     Examples:
         >>> tfscale.init()
-        >>> exchange = tfscale.Auto(global_batch=256)
+        >>> exchange = tfscale.Auto(replan=False)
         >>> optimizer = tfscale.DistributedOptimizer(keras.optimizers.SGD(0.5), exchange=exchange)
         >>> weight = keras.Variable([1.0, 2.0])
         >>> optimizer.apply([tf.constant([1.0, 1.0])], [weight])
@@ -52,15 +51,12 @@ class Auto(Exchange):
     """
 
     machine: Machine | str | None = None
-    global_batch: int | None = None
     replan: bool = True
 
     may_shard_later = True
     is_measured = True
 
     def __post_init__(self) -> None:
-        fits = self.global_batch is None or self.global_batch > 0
-        require(fits, "global_batch", "1 or more, or None", self.global_batch)
         self.read_machine()
 
     def read_machine(self) -> Machine | None:

@@ -30,6 +30,13 @@ class DenseLayer:
     why_uncut: str = ""  # reason against cutting its kernel into parts
 
 
+# Why "auto" lets a dense layer exchange weights.
+UNKNOWN_BATCH = (
+    "the batch size is not known; give fit a GlobalBatches, or call tfscale.prepare(model, "
+    "batch_size=...)"
+)
+
+
 class Exchange(abc.ABC):
     """A strategy: an immutable description of an exchange, compiled to plans."""
 
@@ -39,7 +46,6 @@ class Exchange(abc.ABC):
     waits_for_gathers: bool = True
     needs_prepared: str = ""  # the option that needs a prepared model
     is_measured: bool = False  # whether steps are measured, after which another strategy may follow
-    global_batch: int | None = None  # samples of all ranks together, if the user gave it
     trains_apart: ClassVar[bool] = False  # whether groups of ranks may hold different weights
     outcome: Any = None  # times of a measured plan; None for most strategies
 
@@ -59,14 +65,14 @@ class Exchange(abc.ABC):
         """
         return self
 
-    def refuse(self, options: GradientOptions, nonfinite: str, given: str) -> None:
+    def refuse(self, options: GradientOptions, nonfinite: str, where: str) -> None:
         """Raise a ConfigError if an optimizer's options do not fit the strategy.
 
-        `nonfinite` is that of `DistributedOptimizer`; `given` names the strategy as the user wrote
+        `nonfinite` is that of `DistributedOptimizer`; `where` names the strategy as the user wrote
         it.
         """
         if self.is_sharding or self.may_shard_later:
-            refuse_low_rank(options.compression, given)
+            refuse_low_rank(options.compression, where)
 
     def form_groups(self, process_set: ProcessSet) -> Any:
         """Return the groups of ranks that train apart, for local SGD; else None. Collective."""
@@ -82,7 +88,8 @@ class Exchange(abc.ABC):
     ) -> list[tuple[Kind, str]]:
         """Choose the exchange of each Dense layer, with the reason if a wish is not met.
 
-        One of "weights", "replicated" and "partial".
+        One of "weights", "replicated" and "partial". `global_batch` is the number of samples of all
+        ranks together, None if it is not known.
 
         Raises:
             PlanError: The strategy does not fit the model.

@@ -167,10 +167,10 @@ def explanation(error: Exception, share: Share | None = None) -> str:
     if share is not None and isinstance(share.total, int):
         rows = f"{share.rows} of {share.total} rows"
     return (
-        f"A step is given the rows of its rank, {rows} on rank "
-        f"{runtime.rank()}. Received: {text_with_place(error)}. If the step works in one process, "
-        "take the number of rows from the batch, as tf.shape(x)[0], in place of a constant, and "
-        "let the first axis of all parts of a batch be samples: see docs/distribute.md."
+        f"rank {runtime.rank()} failed in a step on its rows of the batch, {rows}. "
+        f"Received: {text_with_place(error)}. If the step works in one process, take the number "
+        "of rows from the batch, as tf.shape(x)[0], in place of a constant, and let the first "
+        "axis of all parts of a batch be samples: see docs/distribute.md."
     )
 
 
@@ -233,17 +233,15 @@ def _range_of(leaf: Any, share: Share) -> tuple[Any, Any]:
     if isinstance(share.total, int):
         return rank * (length // n_ranks), length // n_ranks
     length = tf.shape(leaf)[0]
-    is_same, own = length == share.total, length // n_ranks
+    is_same, per_rank = length == share.total, length // n_ranks
     are_even = (length % n_ranks == 0) & (share.total % n_ranks == 0)
     check = tf.debugging.Assert(is_same | are_even, [_UNEQUAL, share.total, length])
     with tf.control_dependencies([] if check is None else [check]):
-        start = tf.where(is_same, share.start, rank * own)
-    return start, tf.where(is_same, share.computed, own)
+        start = tf.where(is_same, share.start, rank * per_rank)
+    return start, tf.where(is_same, share.computed, per_rank)
 
 
-_UNEQUAL = (
-    "Parts of a batch with different numbers of rows must have numbers that the ranks divide."
-)
+_UNEQUAL = "rows must be equal in all parts of a batch, or numbers that the ranks divide."
 
 
 def _unequal(*numbers: Any) -> str:

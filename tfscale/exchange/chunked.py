@@ -8,7 +8,7 @@ from typing import Literal
 
 from tfscale.comm.backends.base import Group
 from tfscale.config import ConfigError, PlanError, is_count, require
-from tfscale.exchange.base import DenseLayer, Exchange
+from tfscale.exchange.base import UNKNOWN_BATCH, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan
 from tfscale.plan.buckets import Bucket, GradientSpec, Kind, build_chunks, owner_of
 from tfscale.plan.layers import is_replicated_cheaper
@@ -34,11 +34,10 @@ class Chunked(Exchange):
         first_chunk_from: Name of the first layer in chunk 1, in place of first_chunk_layers: chunk
             1 has this layer and those after it, whatever layers without variables lie between.
         replicated_dense: f, the number of first Dense layers that exchange activations and output
-            gradients; "auto" chooses layers for which this sends less than half of the values.
-            Needs `tfscale.prepare(model)` or a tfscale callback. Cannot be combined with
-            backward_passes_per_step.
-        global_batch: Samples of all ranks together, for replicated_dense="auto": the batch size is
-            not known when a step is traced.
+            gradients; "auto" chooses layers for which this sends less than half of the values, and
+            needs the batch size, of the `GlobalBatches` given to `fit` or of
+            `tfscale.prepare(model, batch_size=...)`. Either needs `tfscale.prepare(model)` or a
+            tfscale callback. Cannot be combined with backward_passes_per_step.
         chunks: Number of chunks, or "per_layer" for the papers' baseline of one allreduce each.
         overlap: False waits for all gradients before any is sent.
 
@@ -62,7 +61,6 @@ class Chunked(Exchange):
 
     first_chunk_layers: int | Literal["auto"] = "auto"
     replicated_dense: int | Literal["auto"] = 0
-    global_batch: int | None = None
     chunks: int | Literal["per_layer"] = 2
     overlap: bool = True
     first_chunk_from: str | None = None
@@ -78,14 +76,9 @@ class Chunked(Exchange):
             require(fits, name, f"{least} or more, or {word!r}", value)
         if self.first_chunk_from is not None and self.first_chunk_layers != "auto":
             raise ConfigError(
-                "Chunk 1 begins at a named layer or has a number of layers. Received: "
+                "first_chunk_from excludes first_chunk_layers. Received: "
                 f"first_chunk_from={self.first_chunk_from!r}, "
                 f"first_chunk_layers={self.first_chunk_layers}. Leave one of them out."
-            )
-        if self.replicated_dense == "auto" and not (self.global_batch or 0) > 0:
-            raise ConfigError(
-                "replicated_dense='auto' needs the batch size of all ranks together. Received: "
-                f"global_batch={self.global_batch}. Pass global_batch=data.batch_size."
             )
 
     def plan(self, table: Table, group: Group) -> ExchangePlan:
@@ -100,7 +93,7 @@ class Chunked(Exchange):
         # With "auto" a user cannot know how many layers are left to count.
         if 1 < len(owners) <= n_first and self.replicated_dense != "auto":
             raise PlanError(
-                f"Chunk 1 must leave layers for the others. Received: first_chunk_layers={n_first} "
+                f"first_chunk_layers must leave a layer. Received: first_chunk_layers={n_first} "
                 f"of the {len(owners)} layers that send gradients: {', '.join(owners)}. Layers "
                 "without variables and replicated layers do not count. Name the first layer of "
                 f"chunk 1, for example first_chunk_from={owners[len(owners) // 2]!r}."
@@ -112,13 +105,13 @@ class Chunked(Exchange):
         if isinstance(self.first_chunk_layers, int):
             return self.first_chunk_layers
         name = f"/{self.first_chunk_from}/"
-        found = [place for place, owner in enumerate(owners) if name in f"/{owner}/"]
-        if not found:
+        positions = [place for place, owner in enumerate(owners) if name in f"/{owner}/"]
+        if not positions:
             raise PlanError(
                 "first_chunk_from must name a layer that sends gradients. Received: "
                 f"first_chunk_from={self.first_chunk_from!r}. The layers are {', '.join(owners)}."
             )
-        return len(owners) - found[0]
+        return len(owners) - positions[0]
 
     @property
     def is_measured(self) -> bool:  # type: ignore[override]
@@ -134,26 +127,28 @@ class Chunked(Exchange):
     def dense_kinds(
         self, layers: Sequence[DenseLayer], size: int, global_batch: int | None
     ) -> list[tuple[Kind, str]]:
-        """Choose "replicated" for the first layers, by the strategy's own `global_batch`."""
+        """Choose "replicated" for the first layers; see `Exchange.dense_kinds`."""
         n_chosen = len(layers) if self.replicated_dense == "auto" else self.replicated_dense
         if len(layers) < n_chosen:
             raise PlanError(
-                f"The model must have {n_chosen} Dense layers. Received: {len(layers)}. "
-                f"Set replicated_dense to {len(layers)} or less."
+                f"replicated_dense needs {n_chosen} Dense layers. Received: {len(layers)}. Set "
+                f"it to {len(layers)} or less."
             )
-        reasons = [layer.why_not or self._why_dear(layer, size) for layer in layers[:n_chosen]]
+        reasons = [x.why_not or self._why_dear(x, size, global_batch) for x in layers[:n_chosen]]
         kinds: list[tuple[Kind, str]] = [
             ("weights", reason) if reason else ("replicated", "") for reason in reasons
         ]
         return kinds + [("weights", "")] * (len(layers) - n_chosen)
 
-    def _why_dear(self, layer: DenseLayer, size: int) -> str:
+    def _why_dear(self, layer: DenseLayer, size: int, global_batch: int | None) -> str:
         """Return why "auto" lets a layer exchange weights, or an empty string."""
         if self.replicated_dense != "auto":
             return ""
         if not layer.n_in:
             return "its shape is not known yet; build the model first"
-        if is_replicated_cheaper(layer.n_in, layer.n_out, self.global_batch or 0, size):
+        if global_batch is None:
+            return UNKNOWN_BATCH
+        if is_replicated_cheaper(layer.n_in, layer.n_out, global_batch, size):
             return ""
         n = layer.n_in + layer.n_out
         return f"its kernel has no more than {n} values per sample of the global batch"

@@ -231,8 +231,8 @@ def use_of(variable: Any) -> Kind:
         inner = f"in a tf.function within {graph.name}; take the decorator off"
         mixed = "with training=True and without; pass training=True wherever its gradient is taken"
         raise PlanError(
-            "A layer that exchanges activations must be called with training=True, in the function "
-            f"that applies its gradient. Received: {variable.path} used "
+            f"{variable.path} exchanges activations: its layer must be called with "
+            "training=True, where its gradient is applied. Received: use "
             f"{inner if _INNER in uses else mixed}, or let dense layers exchange weights: "
             "Chunked(replicated_dense=0), Sharded(dense='weights')."
         )
@@ -258,10 +258,10 @@ def require_own(gradient: Any, variable: Any) -> None:
         made_of = _made_of(tensor) if is_of_step else []
         if not made_of:
             raise PlanError(
-                "The gradient of a layer that exchanges activations must be what back-propagation "
-                f"through the layer's own calls has made. Received: for {variable.path}, one to "
-                "which other uses of the variable (a tied layer, a penalty on weights) or the "
-                "train step (clipping) have contributed. Let dense layers exchange weights: "
+                f"{variable.path} exchanges activations: its gradient must come from "
+                "back-propagation through its layer's calls alone. Received: one to which other "
+                "uses of the variable (a tied layer, a penalty on weights) or the train step "
+                "(clipping) have contributed. Let dense layers exchange weights: "
                 "Chunked(replicated_dense=0), Sharded(dense='weights'); or use the optimizer's "
                 "weight_decay, clipnorm or global_clipnorm instead of in the train step."
             )
@@ -304,7 +304,7 @@ class DenseCalls:
         self.is_chosen = False
         # Kernel and bias (or None) of each layer whose kernel must be cut between rows.
         self.rows: list[tuple[Any, Any]] = []
-        self._global_batch: int | None = None
+        self.global_batch: int | None = None  # samples of all ranks together, if known
         self._said: dict[str, str] = {}
 
     @property
@@ -332,7 +332,7 @@ class DenseCalls:
         between ranks (or an empty string). Returns whether functions must be traced again.
         """
         self._model = weakref.ref(model)
-        self._global_batch = strategy.global_batch or global_batch or self._global_batch
+        self.global_batch = global_batch or self.global_batch
         layers = [x for x in layers_of(model) if isinstance(x, keras.layers.Dense)]
         shared = shared_weights(model)
         described = []
@@ -341,7 +341,7 @@ class DenseCalls:
             if not reason and any(is_local(v) for v in weights_of(layer)):
                 reason = "they are this rank's own"
             described.append(_describe(layer, reason, why_uncut))
-        kinds = strategy.dense_kinds(described, process_set.size(), self._global_batch)
+        kinds = strategy.dense_kinds(described, process_set.size(), self.global_batch)
         has_changed = False
         for layer, (kind, reason) in zip(layers, kinds, strict=True):
             has_changed |= _set_call(layer, kind, self._options, process_set)

@@ -232,25 +232,33 @@ class Executor:
             # Keras's update rules are wrong for repeated indices (Adam adds up squares of parts),
             # and one process must train as several do.
             sums = self.options.repeated_indices == "sum"
-            own = [
+            local_gradients = [
                 deduplicate(g) if sums and isinstance(g, tf.IndexedSlices) else g for g in gradients
             ]
             updates: list[Update] = []
             if self.residuals is not None:
-                for i, gradient in enumerate(own):
+                for i, gradient in enumerate(local_gradients):
                     if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
-                        own[i], update = self.residuals.alone(variables[i], gradient, group)
+                        local_gradients[i], update = self.residuals.alone(
+                            variables[i], gradient, group
+                        )
                         updates += update
-            return Reduced(own, list(variables), list(variables), _last_of(own), updates)
+            return Reduced(
+                local_gradients,
+                list(variables),
+                list(variables),
+                _last_of(local_gradients),
+                updates,
+            )
         if not variables:
             raise ConfigError(
-                "There must be variables to train. Received: none. Build the model before "
+                "No variables to train. Received: an empty list. Build the model before "
                 "training: call it on a batch, or call tfscale.prepare(model, sample_batch)."
             )
         results = list(gradients)
-        given = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        local = {i for i in given if self.is_local(variables[i])}
-        shared = [i for i in given if i not in local]
+        positions = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        local = {i for i in positions if self.is_local(variables[i])}
+        shared = [i for i in positions if i not in local]
         if self.request.scale_local_gradients:
             for i in local:
                 results[i] = _changed(gradients[i], lambda values: values / group.size)
@@ -258,13 +266,13 @@ class Executor:
         updates = []
         if shared:
             note_gradients()
-            own = [gradients[i] for i in shared]
+            local_gradients = [gradients[i] for i in shared]
             chosen = [variables[i] for i in shared]
-            reduced, arrived, updates = self._run(own, chosen)
+            reduced, arrived, updates = self._run(local_gradients, chosen)
             for i, gradient in zip(shared, reduced, strict=True):
                 results[i] = gradient
             for observer in self.observers:
-                observer.observe(own, reduced, chosen)
+                observer.observe(local_gradients, reduced, chosen)
         if self.shards is None:
             return Reduced(results, list(variables), list(variables), arrived, updates)
         return replace(self._on_pieces(results, variables, arrived), residuals=updates)
@@ -276,14 +284,14 @@ class Executor:
         shards = self.shards
         base = list(variables) if shards is None else shards.variables
         places = range(len(variables)) if shards is None else [shards.place(v) for v in variables]
-        own = dict(zip(places, gradients, strict=True))
+        gradient_of = dict(zip(places, gradients, strict=True))
         wire = Wire(self.process_set.group(), self.options, base, shards, self.residuals)
         rider = shares.take_rider() if wire.group.size == runtime.size() else None
         wire.riders.extend([] if rider is None else [rider])
         contexts: dict[int, Any] = {}
         kinds: dict[int, Kind] = {}
         quantized: set[int] = set()
-        for i, gradient in own.items():
+        for i, gradient in gradient_of.items():
             require_reducible([tf.convert_to_tensor(values_of(gradient))])
             use = use_of(base[i])
             if use != "weights":
@@ -297,16 +305,16 @@ class Executor:
                 if self._is_quantized(base[i], gradient):
                     quantized.add(i)
                     tensor = tf.ensure_shape(tensor, base[i].shape)
-                own[i], contexts[i] = self.options.compression.compress(tensor)
-        plan = self._compile(base, own, kinds, quantized, wire)
+                gradient_of[i], contexts[i] = self.options.compression.compress(tensor)
+        plan = self._compile(base, gradient_of, kinds, quantized, wire)
         if not plan.overlap and not tf.executing_eagerly():
             sent = [i for i, kind in kinds.items() if kind in ("weights", "rows")]
             # One op that waits for all: edges from each gradient to each would be their square.
-            with tf.control_dependencies([tf.group(*(values_of(own[i]) for i in sent))]):
-                own |= {i: _changed(own[i], tf.identity) for i in sent}
+            with tf.control_dependencies([tf.group(*(values_of(gradient_of[i]) for i in sent))]):
+                gradient_of |= {i: _changed(gradient_of[i], tf.identity) for i in sent}
         reduced: dict[int, Any] = {}
         for part in plan.parts:
-            reduced |= part.reduce(own, wire)
+            reduced |= part.reduce(gradient_of, wire)
         for rider in wire.riders:  # no part is a sum: a message by itself
             total = allreduce(rider.signs, op=Sum, name="signs of the batch")
             wire.checks.extend(rider.check(total, wire.group.size, 1.0))
@@ -333,7 +341,7 @@ class Executor:
     def _compile(
         self,
         base: Sequence[Any],
-        own: dict[int, Any],
+        gradient_of: dict[int, Any],
         kinds: dict[int, Kind],
         quantized: Collection[int],
         wire: Wire,
@@ -342,18 +350,17 @@ class Executor:
         strategy = self.strategy
         if strategy.needs_prepared and not self.dense.is_chosen:
             raise PlanError(
-                "Dense layers must be prepared before they exchange activations. Received: "
-                f"{strategy.needs_prepared} and a step of a model that was not. Call "
-                "tfscale.prepare(model) after compile() when all its layers are built, or give fit "
-                "a tfscale callback. A tape, Sharded within LocalSGD and a model with several "
-                "optimizers need dense layers that exchange weights."
+                f"{strategy.needs_prepared} needs a prepared model. Received: a step of a model "
+                "that was not. Call tfscale.prepare(model) after compile() when all its layers "
+                "are built, or give fit a tfscale callback. A tape, Sharded within LocalSGD and "
+                "a model with several optimizers need dense layers that exchange weights."
             )
         if self.shards is None:
-            table = [_parameter(v, own[i], kinds[i]) for i, v in enumerate(base)]
+            table = [_parameter(v, gradient_of[i], kinds[i]) for i, v in enumerate(base)]
         else:
             table = list(self.table)
             for i, kind in kinds.items():
-                dtype = values_of(own[i]).dtype.name
+                dtype = values_of(gradient_of[i]).dtype.name
                 table[i] = replace(table[i], gradient=kind, wire_dtype=dtype)
         for i in quantized:
             assert self.residuals is not None
@@ -397,8 +404,8 @@ def _parameter(variable: Any, gradient: Any, kind: Kind) -> Parameter:
     shape = tuple(values.shape if is_known else variable.shape)
     if any(d is None for d in shape):
         raise PlanError(
-            "The shape of a gradient must be known. "
-            f"Received: shape={values.shape} for {name_of(variable)}. Build the model first."
+            f"{name_of(variable)} needs a gradient of known shape. Received: "
+            f"shape={values.shape}. Build the model first."
         )
     dtype = values.dtype.name
     spec = GradientSpec(name_of(variable), tuple(map(int, shape)), dtype)

@@ -58,11 +58,11 @@ class GradientOptions:
                 f"Received: gradient_predivide_factor={self.predivide}, op={self.op}."
             )
         require(self.predivide > 0, "gradient_predivide_factor", "greater than 0", self.predivide)
-        known = "'sum' or 'keras'"
+        choices = "'sum' or 'keras'"
         fits = self.repeated_indices in ("sum", "keras")
-        require(fits, "repeated_indices", known, self.repeated_indices)
-        known = "Compression.none, fp16, bf16, int8, int4 or low_rank"
-        require(hasattr(self.compression, "compress"), "compression", known, self.compression)
+        require(fits, "repeated_indices", choices, self.repeated_indices)
+        choices = "Compression.none, fp16, bf16, int8, int4 or low_rank"
+        require(hasattr(self.compression, "compress"), "compression", choices, self.compression)
         groups = [] if self.groups is None else self.groups
         fits = isinstance(groups, list | tuple)
         fits = fits and all(isinstance(group, list | tuple) for group in groups)
@@ -119,7 +119,7 @@ class Table:
         chosen = [self.parameters[i] for i in positions]
         specs = [replace(p.spec, dtype=p.wire_dtype) for p in chosen]
         if self.messages is not None:
-            places = {i: place for place, i in enumerate(positions)}
+            places = {i: position for position, i in enumerate(positions)}
             groups = [[places[i] for i in message if i in places] for message in self.messages]
             buckets = group_buckets(specs, [group for group in groups if group])
         elif self.n_messages > 0 and specs:
@@ -129,9 +129,9 @@ class Table:
         else:
             buckets = tuple(choose(specs))
         return [
-            tuple(positions[place] for place in part)
+            tuple(positions[position] for position in part)
             for bucket in buckets
-            for part in by_device(bucket, lambda place: chosen[place].device)
+            for part in by_device(bucket, lambda position: chosen[position].device)
         ]
 
 
@@ -279,14 +279,14 @@ class LowRankSum(Part):
             pairs = zip(matrices, bases, strict=True)
             left = [tf.matmul(m, q, transpose_a=True) for m, q in pairs]
             left = [tf.linalg.qr(p).q for p in wire.allreduce(left, call, reduction)]
-            own = [tf.matmul(m, p) for m, p in zip(matrices, left, strict=True)]
-            right = wire.allreduce(own, later, reduction)
+            rank_factors = [tf.matmul(m, p) for m, p in zip(matrices, left, strict=True)]
+            right = wire.allreduce(rank_factors, later, reduction)
 
             def products(factors: list[tf.Tensor]) -> list[tf.Tensor]:
                 parts = zip(factors, left, tensors, strict=True)
                 return [tf.reshape(tf.matmul(q, p, transpose_b=True), t.shape) for q, p, t in parts]
 
-            errors = [t - sent for t, sent in zip(tensors, products(own), strict=True)]
+            errors = [t - sent for t, sent in zip(tensors, products(rank_factors), strict=True)]
             return [products(right), errors, right]
 
         def as_they_are() -> list[list[tf.Tensor]]:
@@ -422,23 +422,25 @@ def compile_plan(
     dense = [i for i in table.given("weights") if i not in cut]
     made = {i: table.parameters[i].gradient for i in table.given("replicated", "partial")}
     # Each part with the position of its last gradient: back-propagation ends with position 0.
-    found: list[tuple[int, Part]] = []
+    ordered: list[tuple[int, Part]] = []
     for indices in table.buckets(dense, choose):  # of one dtype each
         lossy = _SUMS.get(table.parameters[indices[0]].wire_dtype, Sum)
         part = lossy if sum_part is Sum else sum_part
-        found.append((min(indices), part(indices)))
-    found += [(i, Replicated((i,))) for i in made if i not in cut]
-    given = set(table.given("weights", "rows"))
+        ordered.append((min(indices), part(indices)))
+    ordered += [(i, Replicated((i,))) for i in made if i not in cut]
+    sent = set(table.given("weights", "rows"))
     for bucket in segments:
         # Of the whole bucket, even if a step has only some of its gradients.
-        last, indices = min(bucket.indices), tuple(i for i in bucket.indices if i in given)
+        last, indices = min(bucket.indices), tuple(i for i in bucket.indices if i in sent)
         few = tuple(i for i in indices if table.parameters[i].wire_dtype in QUANTIZED)
         exact = tuple(i for i in indices if table.parameters[i].wire_dtype not in QUANTIZED)
-        found += [(last, QuantizedScatter(few, bucket))] if few else []
-        found += [(last, Scatter(exact, bucket))] if exact else []
-        found += [(last, Partial((i,), made[i] == "partial")) for i in bucket.indices if i in made]
+        ordered += [(last, QuantizedScatter(few, bucket))] if few else []
+        ordered += [(last, Scatter(exact, bucket))] if exact else []
+        ordered += [
+            (last, Partial((i,), made[i] == "partial")) for i in bucket.indices if i in made
+        ]
     # A stable sort: a dense layer's gradients follow their bucket.
-    parts = [part for _, part in sorted(found, key=lambda pair: -pair[0])]
+    parts = [part for _, part in sorted(ordered, key=lambda pair: -pair[0])]
     # Slots start in this order, and an embedding's gradient is the last of back-propagation.
     parts += [Rows((i,)) for i in table.given("rows") if i not in cut]
     return ExchangePlan(tuple(parts), tuple(segments), overlap)
@@ -458,18 +460,23 @@ def cut_parameters(
     """
     apart = by_device(positions, lambda i: table.parameters[i].device)
     if len(apart) > 1:
-        parts = [cut_parameters(table, own, size, bucket_bytes, paths) for own in apart]
+        parts = [
+            cut_parameters(table, piece_places, size, bucket_bytes, paths) for piece_places in apart
+        ]
         return tuple(sorted(itertools.chain(*parts), key=lambda bucket: bucket.indices))
-    places = {i: place for place, i in enumerate(positions)}
+    places = {i: position for position, i in enumerate(positions)}
     chosen = [table.parameters[i] for i in positions]
-    whole = frozenset(place for place, p in enumerate(chosen) if p.is_whole)
+    whole = frozenset(position for position, p in enumerate(chosen) if p.is_whole)
     rows: dict[int, list[int]] = {}
-    for i, place in places.items():
+    for i, position in places.items():
         kernel = table.parameters[i].row_bucket
         if kernel in places:
-            rows.setdefault(kernel, []).append(place)
+            rows.setdefault(kernel, []).append(position)
     # The kernel comes first, whatever the order of the variables.
-    by_rows = [tuple(sorted(own, key=lambda p: p != places[k])) for k, own in rows.items()]
+    by_rows = [
+        tuple(sorted(piece_places, key=lambda p: p != places[k]))
+        for k, piece_places in rows.items()
+    ]
     specs = [p.spec for p in chosen]
     groups = None if paths is None else places_of(specs, paths)
     buckets = build_segments(specs, size, bucket_bytes, whole, by_rows, groups)

@@ -155,20 +155,22 @@ class Residuals:
         self, parameter: Any, group: Group, cuts: Cuts, factor: float, rounds_sum: bool = False
     ) -> Residual:
         """Return the residual of a parameter in the function that is traced; see `Residual`."""
-        found = self._of.get(id(parameter))  # perhaps of all ranks, which now form groups
-        is_same = found and found.cuts == cuts and (found.owner is not None) == rounds_sum
-        if found is not None and is_same and found.group.id == group.id:
-            return found
+        residual = self._of.get(id(parameter))  # perhaps of all ranks, which now form groups
+        is_same = residual and residual.cuts == cuts and (residual.owner is not None) == rounds_sum
+        if residual is not None and is_same and residual.group.id == group.id:
+            return residual
         begin, end = cuts[group.rank :][:2]
         with tf.init_scope(), tf.device("CPU:0"):
-            if found is None:
-                own = tf.Variable(tf.zeros(parameter.shape), trainable=False)
+            if residual is None:
+                rounding = tf.Variable(tf.zeros(parameter.shape), trainable=False)
             else:  # the exchange has changed, or the group
-                found.fold()
-                own = found.own
+                residual.fold()
+                rounding = residual.own
             owner = tf.Variable(tf.zeros([end - begin]), trainable=False) if rounds_sum else None
-            basis = found.basis if found else self._first_basis(tuple(parameter.shape))
-            self._of[id(parameter)] = Residual(parameter, group, cuts, factor, own, owner, basis)
+            basis = residual.basis if residual else self._first_basis(tuple(parameter.shape))
+            self._of[id(parameter)] = Residual(
+                parameter, group, cuts, factor, rounding, owner, basis
+            )
             self._take_restored(self._of[id(parameter)])
         return self._of[id(parameter)]
 
@@ -216,17 +218,17 @@ class Residuals:
 
         Each rank takes its own; or the sum is cut again if ranks or hosts have changed.
         """
-        known, own = saved.of(0).entries.get("residuals"), saved.own
-        if not known:
+        entries, of_rank = saved.of(0).entries.get("residuals"), saved.own
+        if not entries:
             return
         is_same = np.int64(saved.is_exact and saved.is_same_host)
         n_same = collectives.allreduce(is_same, op=runtime.Sum, name="restored residuals")
         is_exact = int(n_same) == runtime.size()
         states = []
-        for name, (cuts, _) in known.items():
-            kept = {key: own.find(f"{key}/{name}") for key in ("owner", "basis")}
+        for name, (cuts, _) in entries.items():
+            kept = {key: of_rank.find(f"{key}/{name}") for key in ("owner", "basis")}
             if is_exact:
-                state = Restored(tuple(cuts), own.arrays[f"residual/{name}"], **kept)
+                state = Restored(tuple(cuts), of_rank.arrays[f"residual/{name}"], **kept)
             else:
                 left = pending_in(saved, name)
                 state = Restored(tuple(cuts), basis=kept["basis"], pending=left)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tfscale.comm.backends.base import Group
-from tfscale.config import is_count, require
+from tfscale.config import require
 from tfscale.exchange.allreduce import Allreduce, require_bucket_mb
-from tfscale.exchange.base import DenseLayer, Exchange
+from tfscale.exchange.base import UNKNOWN_BATCH, DenseLayer, Exchange
 from tfscale.exchange.plan import ExchangePlan, Table, compile_plan, cut_parameters
 from tfscale.plan.buckets import Kind, auto_bucket_bytes
 from tfscale.plan.layers import is_partial_cheaper
@@ -36,14 +36,13 @@ class Sharded(Exchange):
             "replicated": all ranks receive all activations and output gradients. This never sends
             fewer values than "partial", and each rank computes the whole gradient; it is meant for
             comparison. "auto": "partial" for layers where it sends fewer values than "weights"
-            ([T] eq. 4.8), else "weights". Layers unfit for it, such as subclasses of Dense and
-            layers with a regularizer, exchange weights; a log line names the layer and the reason.
+            ([T] eq. 4.8), else "weights"; it needs the batch size, of the `GlobalBatches` given to
+            `fit` or of `tfscale.prepare(model, batch_size=...)`. Layers unfit for it, such as
+            subclasses of Dense and layers with a regularizer, exchange weights; a log line names
+            the layer and the reason.
         overlap_forward: Let a step end before the parameters have arrived; a read of a parameter
             waits for it. Needs a prepared model (any tfscale callback, or `tfscale.prepare`).
         overlap: False waits for all gradients before any is sent: the baseline of the papers.
-        global_batch: Samples of all ranks together, for dense="auto". None uses that of the
-            `GlobalBatches` given to `fit`, also where it changes; without one, dense layers
-            exchange weights.
 
     Source: [T] chapter 4 and 5.2.
 
@@ -61,14 +60,11 @@ class Sharded(Exchange):
     dense: Literal["auto", "weights", "partial", "replicated"] = "auto"
     overlap_forward: bool = True
     overlap: bool = True
-    global_batch: int | None = None
 
     def __post_init__(self) -> None:
         require_bucket_mb(self.bucket_mb)
         known = ", ".join(map(repr, DENSE))
         require(self.dense in DENSE, "dense", f"one of {known}", self.dense)
-        fits = self.global_batch is None or is_count(self.global_batch)
-        require(fits, "global_batch", "1 or more", self.global_batch)
 
     is_sharding = True
 
@@ -118,10 +114,7 @@ def _why_not_partial(asked: str, layer: DenseLayer, size: int, global_batch: int
     if asked == "partial":
         return ""
     if global_batch is None or layer.positions is None:
-        return (
-            "the batch size is not known; give fit a GlobalBatches, or pass "
-            "Sharded(global_batch=...)"
-        )
+        return UNKNOWN_BATCH
     if is_partial_cheaper(layer.n_in, layer.n_out, global_batch * layer.positions, size):
         return ""
     return f"they are fewer values at a global batch of {global_batch}"

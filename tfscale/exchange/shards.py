@@ -84,7 +84,7 @@ class Shards:
         """Return the position of a variable."""
         if id(variable) not in self._places:
             raise ConfigError(
-                "An optimizer must be given the variables that it was built for. Received: "
+                "variables must be those that the optimizer was built for. Received: "
                 f"{name_of(variable)}. Compile the model again after changing what is trainable."
             )
         return self._places[id(variable)]
@@ -114,10 +114,10 @@ class Shards:
         if not self._owned.get(index):
             return
         piece = self.pieces[index]
-        own = self.part(index, tf.cast(value, piece.dtype))
+        owned = self.part(index, tf.cast(value, piece.dtype))
         if self.rounds and before is not None:
-            own = tf.where(own == self.part(index, before), piece.value, own)
-        piece.assign(own)
+            owned = tf.where(owned == self.part(index, before), piece.value, owned)
+        piece.assign(owned)
 
     def call(self, what: str, indices: Sequence[int]) -> Call:
         """Return label and order of a collective for some variables' gradients or parameters."""
@@ -145,12 +145,12 @@ class Shards:
         handles = []
         for bucket in self.buckets_with(updated):
             raw = [raw_variable(self.variables[i]) for i in bucket.indices]
-            own = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
+            owned = [self.pieces[p.variable].value for p in bucket.pieces(self.group.rank)]
             call = self.call("parameters", bucket.indices)
             if tf.executing_eagerly():
-                backend.gather_and_assign(own, raw, bucket, call)
+                backend.gather_and_assign(owned, raw, bucket, call)
                 continue
-            backend.post_gather(own, raw, bucket, call, self._changes(bucket, bits))
+            backend.post_gather(owned, raw, bucket, call, self._changes(bucket, bits))
             handles += [variable.handle for variable in raw]
         if waits and handles:
             backend.await_variables(handles)

@@ -60,9 +60,9 @@ class SyncBatchNormalization(NormalizationByMoments):
         self._process_set = process_set if self._own_set is global_process_set else self._own_set
         return self._process_set is not before
 
-    def moments(self, inputs: Any, mask: Any, own: tuple[Any, Any]) -> tuple[Any, Any]:
+    def moments(self, inputs: Any, mask: Any, of_rows: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return mean and variance of the inputs of all ranks."""
-        return global_moments(self, inputs, mask, own, self._process_set)
+        return global_moments(self, inputs, mask, of_rows, self._process_set)
 
 
 _SET = "_tfscale_process_set"
@@ -108,12 +108,14 @@ def global_moments(
     # Without a sample the mean is NaN, which weight zero would not remove.
     mean, variance = (tf.where(count > 0, x, tf.zeros_like(x)) for x in (mean, variance))
     flat = [tf.reshape(tf.cast(x, wide), [-1]) for x in (mean, variance, count)]
-    own = tf.concat(flat, axis=0)
+    of_rows = tf.concat(flat, axis=0)
     if weight is not None:
         weight = tf.cast(weight, wide)
-        own = _with_gradient_times(own, tf.math.divide_no_nan(tf.ones_like(weight), weight))
-    rows = allgather(own[tf.newaxis], gradient="adjoint", process_set=process_set, name=layer.path)
-    rows = tf.ensure_shape(rows, [group.size, own.shape[0]])
+        of_rows = _with_gradient_times(of_rows, tf.math.divide_no_nan(tf.ones_like(weight), weight))
+    rows = allgather(
+        of_rows[tf.newaxis], gradient="adjoint", process_set=process_set, name=layer.path
+    )
+    rows = tf.ensure_shape(rows, [group.size, of_rows.shape[0]])
     if weight is not None:
         rows = _with_gradient_times(rows, weight)
     n_channels = mean.shape.num_elements()

@@ -62,10 +62,10 @@ def _require_groups_of_one_optimizer(model: keras.Model) -> None:
     for optimizer in distributed_optimizers(model):
         if optimizer is not first and optimizer.strategy.trains_apart:
             raise ConfigError(
-                "Groups of ranks are averaged for validation, files and the end of fit where "
-                "model.optimizer is the one optimizer that forms them. Received: exchange=LocalSGD "
-                f"of another optimizer, {update_rule(optimizer).name}. Pass it to compile(), or "
-                "use exchange='allreduce'."
+                "exchange=LocalSGD must be that of model.optimizer alone, or groups are not "
+                "averaged for validation, files and the end of fit. Received: that of "
+                f"{update_rule(optimizer).name}. Pass it to compile(), or use "
+                "exchange='allreduce'."
             )
 
 
@@ -80,7 +80,7 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     model, call = session.model, session.call
     _require_groups_of_one_optimizer(model)
     runtime.backend().drain()  # then no rank waits for collectives left by an earlier `fit`
-    own: dict[str, Any] = {
+    described: dict[str, Any] = {
         "steps": params.get("steps"),
         "epochs": params.get("epochs"),
         "given_up": runtime.num_given_up(),
@@ -93,31 +93,33 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
     }
     n_epochs = params.get("epochs") or 0
     session.begin(params.get("steps"), n_epochs, train_apart(session.callbacks))
-    own["cycles"] = session.cycles()
+    described["cycles"] = session.cycles()
     names = [type(callback).__name__ for callback in given_of(session.callbacks)]
-    every = first_step.gather(own, names)
-    if own["training"]["first weights"] or _names(own_of(session.callbacks)) & _EQUALISING:
+    described_by_rank = first_step.gather(described, names)
+    if described["training"]["first weights"] or _names(own_of(session.callbacks)) & _EQUALISING:
         for distributed in distributed_optimizers(model):
             distributed.note_compared()
-    data = [rank["data"] for rank in every]
+    data = [rank["data"] for rank in described_by_rank]
     _require_usable(data)
-    lengths = [{key: rank[key] for key in ("steps", "epochs")} for rank in every]
+    lengths = [{key: rank[key] for key in ("steps", "epochs")} for rank in described_by_rank]
     objects.require_equal_values(dict(enumerate(lengths)), "Numbers of steps and epochs", _LENGTH)
     _require_equal_data(call.data, data)
-    require_equal([rank["training"] for rank in every])
-    adapted_layers.trace_together(model, [rank["has_adapted"] for rank in every])
+    require_equal([rank["training"] for rank in described_by_rank])
+    adapted_layers.trace_together(model, [rank["has_adapted"] for rank in described_by_rank])
     for distributed in distributed_optimizers(model):
         if distributed.bound.executor.residuals is not None:
-            n_steps = [int(rank["steps"] or 0) * int(rank["epochs"] or 0) for rank in every]
+            n_steps = [
+                int(rank["steps"] or 0) * int(rank["epochs"] or 0) for rank in described_by_rank
+            ]
             distributed.bound.executor.residuals.expect(min(n_steps))
-    if any(rank["given_up"] for rank in every):
+    if any(rank["given_up"] for rank in described_by_rank):
         runtime.start_incarnation()
-    session.drop_cycles([rank["cycles"] for rank in every])
+    session.drop_cycles([rank["cycles"] for rank in described_by_rank])
     if session.has_groups and not show_averages(session.callbacks):
         raise ConfigError(
-            "Groups that train apart need a callback that starts them alike and averages their "
-            "models before validation, saving and the end. Received: exchange=LocalSGD without "
-            "one. Pass tfscale.callbacks.Synchronize() to fit."
+            "exchange=LocalSGD needs a callback that starts groups alike and averages their "
+            "models before validation, saving and the end. Received: none. Pass "
+            "tfscale.callbacks.Synchronize() to fit."
         )
     return True
 
@@ -162,26 +164,26 @@ def describe(session: FitSession) -> dict[str, Any]:
     }
 
 
-def require_equal(every: Sequence[dict[str, Any]]) -> None:
+def require_equal(described_by_rank: Sequence[dict[str, Any]]) -> None:
     """Compare the results of `describe` on ranks that train the same model.
 
     Warns if ranks were given the same samples.
     """
-    for ranks in _ranks_of_models(every):
-        for topic in every[ranks[0]]["topics"]:
-            known = {rank: every[rank]["topics"][topic] for rank in ranks}
-            known = {rank: text for rank, text in known.items() if text is not None}
-            objects.require_equal_values(known, topic, _HINTS.get(topic, _HINT))
-    _warn_of_equal_samples([rank["first samples"] for rank in every])
-    for ranks in _ranks_of_models(every):
-        digests = {rank: every[rank]["first weights"] for rank in ranks}
+    for ranks in _ranks_of_models(described_by_rank):
+        for topic in described_by_rank[ranks[0]]["topics"]:
+            text_by_rank = {rank: described_by_rank[rank]["topics"][topic] for rank in ranks}
+            text_by_rank = {rank: text for rank, text in text_by_rank.items() if text is not None}
+            objects.require_equal_values(text_by_rank, topic, _HINTS.get(topic, _HINT))
+    _warn_of_equal_samples([rank["first samples"] for rank in described_by_rank])
+    for ranks in _ranks_of_models(described_by_rank):
+        digests = {rank: described_by_rank[rank]["first weights"] for rank in ranks}
         first_step.require_equal_weights({rank: d for rank, d in digests.items() if d})
 
 
-def _ranks_of_models(every: Sequence[dict[str, Any]]) -> list[list[int]]:
+def _ranks_of_models(described_by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
     """Return the ranks that train each model, given the results of `describe`."""
     of_models: dict[tuple[int, ...], list[int]] = {}
-    for rank, described in enumerate(every):
+    for rank, described in enumerate(described_by_rank):
         # A rank outside of its optimizer's process set trains alone.
         ranks = tuple(described["ranks"]) if rank in described["ranks"] else (rank,)
         of_models.setdefault(ranks, []).append(rank)
@@ -210,9 +212,9 @@ def _callback(callback: Traits) -> str:
 def _optimizer(optimizer: Any, with_rate: bool) -> dict[str, str]:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return {"class": type(optimizer).__name__}
-    own = optimizer.__wrapped__ if is_wrapped(optimizer) else optimizer
-    inner = scaled_by(own)
-    config = {k: v for k, v in config_of(own).items() if k != "name"}
+    unwrapped = optimizer.__wrapped__ if is_wrapped(optimizer) else optimizer
+    inner = scaled_by(unwrapped)
+    config = {k: v for k, v in config_of(unwrapped).items() if k != "name"}
     if not with_rate and not isinstance(config.get("learning_rate"), dict):
         config.pop("learning_rate", None)
     texts = {key: json.dumps(value, default=_text) for key, value in config.items()}
@@ -253,7 +255,7 @@ def _text(value: Any) -> str:
     return str(getattr(value, "__qualname__", type(value).__name__))
 
 
-def _batch_size(data: Any, given: int | None) -> str:
+def _batch_size(data: Any, batch_size: int | None) -> str:
     if isinstance(data, tf.data.Dataset):
         specs = tf.nest.flatten(data.element_spec)
         shapes = [spec.shape for spec in specs if hasattr(spec, "shape")]
@@ -262,7 +264,7 @@ def _batch_size(data: Any, given: int | None) -> str:
     if isinstance(data, DatasetBatches):
         return str(data.batch_size)
     is_array = isinstance(data, np.ndarray | tf.Tensor | list | dict | tuple)
-    return str(given or 32) if is_array else f"of {type(data).__name__}"
+    return str(batch_size or 32) if is_array else f"of {type(data).__name__}"
 
 
 # The first samples and weights of ranks.
@@ -327,26 +329,30 @@ def _describe_data(data: Any, is_trained_on: bool) -> dict[str, Any] | None:
     return {"error": "", "state": state, "samples": samples}
 
 
-def _require_usable(every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
+def _require_usable(described_by_rank: Sequence[dict[str, dict[str, Any] | None]]) -> None:
     """Raise on all ranks if one of them cannot use its data."""
-    for rank, described in enumerate(every):
+    for rank, described in enumerate(described_by_rank):
         for name, one in described.items():
             if one and one["error"]:
                 raise ConfigError(
-                    f"All ranks must be able to use {name} of fit. Received: {one['error']} (on "
-                    f"rank {rank}). Give it data that it can read, in batches that all can share."
+                    f"rank {rank} cannot use {name} of fit. Received: {one['error']}. Give it "
+                    "data that it can read, in batches that all can share."
                 )
 
 
-def _require_equal_data(data: Any, every: Sequence[dict[str, dict[str, Any] | None]]) -> None:
+def _require_equal_data(
+    data: Any, described_by_rank: Sequence[dict[str, dict[str, Any] | None]]
+) -> None:
     """Require the same data on all ranks, and set all to the same epoch.
 
     Validation data is compared between the ranks that pass GlobalBatches: others may have none, or
     pass their own share.
     """
-    trained, validated = ([rank[name] for rank in every] for name in ("x", "validation_data"))
+    trained, validated = (
+        [rank[name] for rank in described_by_rank] for name in ("x", "validation_data")
+    )
     states = [one["state"] for one in trained if one]
-    if len(states) == len(every):
+    if len(states) == len(described_by_rank):
         # The latest epoch: a rank that stopped after its last batch has not counted it.
         data.epoch = max(state["epoch"] for state in states)
         for state in states:
@@ -362,13 +368,13 @@ def _require_equal_data(data: Any, every: Sequence[dict[str, dict[str, Any] | No
 def require_same_samples(probes: Sequence[Sequence[Any] | None], name: str = "x") -> None:
     """Raise if each rank was given its own share of the samples: each would use a share of that.
 
-    `probes` are the results of `BatchSource.probe` on each rank; None for ranks without a source.
+    `probes` are the results of a source's `probe` on each rank; None for ranks without a source.
     """
-    given = {rank: probe for rank, probe in enumerate(probes) if probe is not None}
-    first = next(iter(given.values()), [])
+    probe_by_rank = {rank: probe for rank, probe in enumerate(probes) if probe is not None}
+    first = next(iter(probe_by_rank.values()), [])
     alike = {
         rank: len(probe) == len(first) and all(map(_is_alike, probe, first))
-        for rank, probe in given.items()
+        for rank, probe in probe_by_rank.items()
     }
     # Equality to rounding: as digests, which are equal or not.
     digests = {rank: bytes(is_alike) for rank, is_alike in alike.items()}

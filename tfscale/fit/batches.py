@@ -225,37 +225,41 @@ class BatchComparison:
     def _compare(self, digests: tf.Tensor, n_batches: tf.Tensor) -> tf.Tensor:
         """Gather the digests of all ranks, and raise an error if they differ. Collective."""
         own = tf.concat([digests, n_batches[tf.newaxis]], 0)
-        every = collectives.allgather(own[tf.newaxis], name="digests of the batch")
+        digests_by_rank = collectives.allgather(own[tf.newaxis], name="digests of the batch")
         named = self._named
         if tf.executing_eagerly():
-            self._refuse_others(named, every.numpy(), f"batch {int(n_batches)}")
+            self._refuse_others(named, digests_by_rank.numpy(), f"batch {int(n_batches)}")
             return tf.constant(0)
 
-        def refuse_others(every: tf.Tensor, n_batches: tf.Tensor) -> int:
+        def refuse_others(digests_by_rank: tf.Tensor, n_batches: tf.Tensor) -> int:
             # The mark by which `GuardedStep` recognises errors of the exchange.
-            self._refuse_others(named, every.numpy(), f"batch {int(n_batches)}", "TFSCALE_FAILED: ")
+            self._refuse_others(
+                named, digests_by_rank.numpy(), f"batch {int(n_batches)}", "TFSCALE_FAILED: "
+            )
             return 0
 
-        return tf.py_function(refuse_others, [every, n_batches], tf.int32)
+        return tf.py_function(refuse_others, [digests_by_rank, n_batches], tf.int32)
 
     def require_equal(self, has_stopped: bool = False) -> None:
         """Require that all batches of the call were the same on all ranks. Collective.
 
         With `has_stopped` on a rank ranks may have begun other numbers of steps.
         """
-        own: np.ndarray = np.append(self._digests.numpy(), self._n_batches.numpy())
-        every = objects.allgather_object((own, has_stopped), name=f"batches of {self._method}")
-        if not any(stopped for _, stopped in every):
-            rows = np.stack([digests for digests, _ in every])
+        digests_here: np.ndarray = np.append(self._digests.numpy(), self._n_batches.numpy())
+        digests_by_rank = objects.allgather_object(
+            (digests_here, has_stopped), name=f"batches of {self._method}"
+        )
+        if not any(stopped for _, stopped in digests_by_rank):
+            rows = np.stack([digests for digests, _ in digests_by_rank])
             self._refuse_others(self._named, rows, "a batch")
 
     def _refuse_others(
-        self, named: tuple[str, ...], every: np.ndarray, where: str, mark: str = ""
+        self, named: tuple[str, ...], digests_by_rank: np.ndarray, where: str, mark: str = ""
     ) -> None:
         """Raise an error unless the rows of digests, one for each rank, are equal."""
-        if (every == every[0]).all():
+        if (digests_by_rank == digests_by_rank[0]).all():
             return
-        for name, found in zip((*named, "the number of batches"), every.T, strict=True):
+        for name, found in zip((*named, "the number of batches"), digests_by_rank.T, strict=True):
             digests = {rank: digest.tobytes() for rank, digest in enumerate(found)}
             what = f"{mark}{name} in {where} of {self._method}"
             objects.require_equal_values(digests, what, cause_of(self._data()))

@@ -49,11 +49,11 @@ _updating: list[Any] = []  # metrics whose `update_state` is running, innermost 
 
 def metrics_of(model: keras.Model) -> Metrics:
     """Return the metrics of a model, including those inside the metric that compile() makes."""
-    found: Metrics = []
+    metrics: Metrics = []
     for metric in model.metrics:
         parts = _parts_of(metric)
-        found.extend([metric] if parts is None else parts)
-    return found
+        metrics.extend([metric] if parts is None else parts)
+    return metrics
 
 
 def _parts_of(metric: Any) -> Metrics | None:
@@ -257,7 +257,7 @@ def _note(watch: _Watch, metric: Any, graph: tf.Graph | None, first_op: int) -> 
     for variable, change in zip(variables, changes, strict=True):
         if change == "other":
             raise ConfigError(
-                f"Metric {metric.name!r} may have a state that does not add up over ranks: "
+                f"metric {metric.name!r} may have a state that does not add up over ranks: "
                 f"{type(metric).__name__}.update_state assigns values other than sums to the "
                 f"variable. Received: variable {variable.name!r}. Set the attribute "
                 "tfscale_reduce of the class to 'sum', 'mean', 'max' or 'min', or to a dict of "

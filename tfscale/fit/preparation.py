@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfscale.comm import runtime
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, check_integer
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
@@ -23,7 +23,9 @@ from tfscale.optimizer.saving import make_saves_safe
 logger = logging.getLogger("tfscale")
 
 
-def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
+def prepare(
+    model: keras.Model, sample_batch: Any = None, *, batch_size: int | None = None
+) -> keras.Model:
     """Prepare a compiled model for several ranks, as tfscale callbacks but model checkpoints do.
 
     Repeated calls cost nothing. Builds the model if a batch is given, switches XLA off where "auto"
@@ -35,13 +37,15 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         model: A compiled Keras model.
         sample_batch: A batch of inputs; needed only by models that are not built and do not know
             their shapes.
+        batch_size: Samples of one step over all ranks, from which "auto" chooses what dense layers
+            exchange. Needed only where `fit` gets no `GlobalBatches`, as in a custom loop.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: XLA was asked for, or, on several ranks, the model is not compiled or was made
-            for replicas of tf.distribute.
+        ConfigError: `batch_size` is less than 1; XLA was asked for; or, on several ranks, the model
+            is not compiled or was made for replicas of tf.distribute.
 
     Examples:
         >>> tfscale.init()
@@ -50,6 +54,8 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
         >>> tfscale.prepare(model, sample_batch=np.zeros((4, 3))).count_params()
         4
     """
+    if batch_size is not None:
+        check_integer("batch_size", batch_size, 1)
     if sample_batch is not None and not model.built:
         model(sample_batch)
     if runtime.is_single():
@@ -57,13 +63,13 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     _refuse_replicas(model)
     if not hasattr(model, "optimizer"):
         raise ConfigError(
-            "A model must be compiled before it is prepared. Received: "
-            f"model={model.name!r} without an optimizer. Call model.compile first."
+            f"model must be compiled before it is prepared. Received: model={model.name!r} "
+            "without an optimizer. Call model.compile first."
         )
     has_changed = _switch_off_xla(model)
     has_changed = _repair_loss_scale(model) or has_changed
     if type(model.optimizer) is DistributedOptimizer:
-        has_changed = _wire(model.optimizer, model) or has_changed
+        has_changed = _wire(model.optimizer, model, batch_size) or has_changed
     else:
         has_changed = _restore_layers(model) or has_changed
     has_changed = _share_statistics(model) or has_changed
@@ -77,18 +83,20 @@ def prepare(model: keras.Model, sample_batch: Any = None) -> keras.Model:
     return model
 
 
-def _wire(optimizer: DistributedOptimizer, model: keras.Model) -> bool:
+def _wire(
+    optimizer: DistributedOptimizer, model: keras.Model, batch_size: int | None = None
+) -> bool:
     """Let the exchange change the model's layers; return whether to trace functions again."""
     data = session_for(model).data
-    return optimizer.wire(model, data.batch_size if isinstance(data, GlobalBatches) else None)
+    return optimizer.wire(model, data.batch_size if isinstance(data, GlobalBatches) else batch_size)
 
 
 def _refuse_replicas(model: keras.Model) -> None:
     """Raise a ConfigError for a model that a strategy of tf.distribute was given to train."""
     for strategy in strategies_of(model):
         raise ConfigError(
-            "tfscale divides the work between processes, and a strategy of tf.distribute must not "
-            f"divide it again. Received: model={model.name!r}, made or compiled in the scope of a "
+            "model must not be in the scope of a strategy: tfscale divides the work between "
+            f"processes. Received: model={model.name!r}, made or compiled in the scope of a "
             f"{type(strategy).__name__}. Leave strategy.scope() out, and start one rank for each "
             "replica."
         )
@@ -99,7 +107,7 @@ def _switch_off_xla(model: keras.Model) -> bool:
         return False
     if not internals.is_xla_automatic(model):
         raise ConfigError(
-            "XLA cannot compile a step that exchanges gradients. Received: jit_compile=True. "
+            "jit_compile must be False to exchange gradients. Received: jit_compile=True. "
             "Compile the model with jit_compile=False."
         )
     logger.info("XLA is switched off: it cannot compile a step that exchanges gradients.")
@@ -142,9 +150,9 @@ def _share_statistics(model: keras.Model) -> bool:
     has_changed = any([layer.follow(process_set) for layer in synced])
     if batch_shares.are_used():  # `tfscale.distribute` sees to the statistics of every layer
         return has_changed
-    own = [i for i in layers if isinstance(i, keras.layers.BatchNormalization)]
-    own = [i for i in own if i.synchronized and i not in synced]
-    return any([synchronize(layer, process_set) for layer in own]) or has_changed
+    normalizations = [i for i in layers if isinstance(i, keras.layers.BatchNormalization)]
+    normalizations = [i for i in normalizations if i.synchronized and i not in synced]
+    return any([synchronize(layer, process_set) for layer in normalizations]) or has_changed
 
 
 def build(model: keras.Model) -> None:

@@ -103,12 +103,12 @@ class FitSession(Progress):
 
     def _report(self, windows: list[analysis.Window], listener: events.Listener) -> None:
         backend: Any = runtime.backend()
-        found = analysis.events_within(listener.take(), windows)
+        step_events = analysis.events_within(listener.take(), windows)
         before: dict[analysis.Key, frozenset[analysis.Key]] = {}
-        for plan in {int(event["plan"]) for event in found} - {analysis.EAGER}:
+        for plan in {int(event["plan"]) for event in step_events} - {analysis.EAGER}:
             graph = backend.graph_of(plan)
             before |= {} if graph is None else analysis.collectives_before(graph)
-        record = analysis.RankRecord(windows, found, before=before)
+        record = analysis.RankRecord(windows, step_events, before=before)
         steps = [row for row in analysis.rows({}, record, {}, 0) if row["kind"] == "step"]
 
         def total(name: str) -> float:

@@ -93,14 +93,14 @@ def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
         with tf.control_dependencies([] if rider is None else [rider.signs]):
             part = shares.cut(batch, share)
         with shares.entering(share):
-            own = step(part)
-        if not all(map(_can_gather, keras.tree.flatten(own))):
+            outputs = step(part)
+        if not all(map(_can_gather, keras.tree.flatten(outputs))):
             return step(batch)  # every rank computes all
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
             return collectives.allgather(share.counted(rows), name="rows of predict")
 
-        return keras.tree.map_structure(gather, own)
+        return keras.tree.map_structure(gather, outputs)
 
     step_on_all_rows.plain_step = step  # type: ignore[attr-defined]
     return step_on_all_rows
@@ -232,9 +232,9 @@ def _of_whole_batch(call: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
     share = shares.current()
     if share is not None and loss.fn is keras.losses.circle:
         raise ConfigError(
-            "tfscale.distribute computes losses from each rank's rows. Received: Circle, "
-            "which compares all samples of a batch. Train without tfscale.distribute, and "
-            "gather the rows by tfscale.allgather: see docs/distribute.md."
+            "loss must not compare samples of a batch. Received: Circle, which compares all "
+            "samples of a batch. Use GlobalBatches without tfscale.distribute, and gather rows by "
+            "tfscale.allgather: see docs/distribute.md."
         )
     if share is None or not sums_over_batch(loss):
         return call(loss, y_true, y_pred)
@@ -305,11 +305,13 @@ def _of_sums_over_ranks(
         output = tf.ones_like(item) if output is None else tf.convert_to_tensor(output)
         weighted.append(output * _share_of_sum(share, item.dtype) if is_rows else output)
     weighted = tf.nest.pack_sequence_as(target, weighted)
-    found = gradient(tape, target, sources, weighted, unconnected_gradients)
+    gradients = gradient(tape, target, sources, weighted, unconnected_gradients)
     if all(is_variable):
-        return found
+        return gradients
     flat_found = []
-    for source, of_source, is_own in zip(flat, tf.nest.flatten(found), is_variable, strict=True):
+    for source, of_source, is_own in zip(
+        flat, tf.nest.flatten(gradients), is_variable, strict=True
+    ):
         if of_source is not None and not is_own:
             of_source = tf.math.divide_no_nan(of_source, _share_of_sum(share, source.dtype))
         flat_found.append(of_source)
@@ -419,18 +421,20 @@ def _rows_of_draw(shape: Any, source: Any) -> _Draw | None:
     if source is not shape:
         shape = tf.shape(source)
     shape = tf.convert_to_tensor(shape if tf.is_tensor(shape) else list(shape), tf.int32)
-    own, per_row = tf.range(shape[0]), shape[0] // share.computed
+    positions, per_row = tf.range(shape[0]), shape[0] // share.computed
     if layout == "repeated":
-        indices = own + share.start * per_row
+        indices = positions + share.start * per_row
     else:
-        indices = own // share.computed * share.total + share.start + own % share.computed
+        indices = (
+            positions // share.computed * share.total + share.start + positions % share.computed
+        )
     # A length that is no multiple of the rows, such as one of sequences, is common to all samples.
     is_of_rows = shape[0] % share.computed == 0
     whole = tf.where(is_of_rows, share.total * per_row, shape[0])
-    indices = tf.where(is_of_rows, indices, own)
+    indices = tf.where(is_of_rows, indices, positions)
     if others:  # unless it is that of a part with another number of rows, which all ranks share
         n_ranks = runtime.size()
         is_other = ~is_of_rows & tf.reduce_any([shape[0] == rows for rows in others])
         whole = tf.where(is_other, n_ranks * shape[0], whole)
-        indices = tf.where(is_other, runtime.rank() * shape[0] + own, indices)
+        indices = tf.where(is_other, runtime.rank() * shape[0] + positions, indices)
     return _Draw(tf.concat([[whole], shape[1:]], 0), indices)

@@ -1,7 +1,7 @@
 """Uneven batches: if one rank ends its epoch, stops or runs out of data, all ranks end together.
 
 `data/slices.py` avoids this for `GlobalBatches`, which give each rank as many batches. For all
-other data the numbers of steps are compared when a `fit` begins (`require_equal_numbers`). If they
+other data the numbers of steps are compared when a `fit` begins (`agreement.begin`). If they
 are not known then, or a rank stops, the others learn of it in their next step (`Progress`,
 `GuardedStep`), or where they next exchange anything (`StopTogether`).
 """
@@ -85,9 +85,10 @@ class Progress:
             return self.model.run_eagerly or tf.config.functions_run_eagerly()
         if self._steps is None and self.model.steps_per_execution > 1:
             raise ExchangeError(
-                "The number of batches must be known where steps are executed together and the "
-                f"backend is {runtime.backend().name}. Received: steps_per_execution="
-                f"{self.model.steps_per_execution}. Pass steps_per_epoch to fit."
+                "steps_per_execution needs a known number of batches with the backend "
+                f"{runtime.backend().name}. Received: "
+                f"steps_per_execution={self.model.steps_per_execution}. Pass steps_per_epoch to "
+                "fit."
             )
         return True
 
@@ -210,8 +211,8 @@ class Progress:
             return
         runtime.backend().mark(MarkKind.LEFT)
         raise ExchangeError(
-            f"All ranks must have data for all steps. Received: rank {runtime.rank()} has none for "
-            f"step {self._n_steps} of {steps}. Pass a smaller steps_per_epoch."
+            f"rank {runtime.rank()} ran out of data. Received: none for step {self._n_steps} of "
+            f"{steps}. Pass a smaller steps_per_epoch."
         )
 
     # Cycles of `backward_passes_per_step` that are cut short by a stop.
@@ -222,9 +223,9 @@ class Progress:
         # If all ranks begin each batch or none, no batch was given up.
         return [0 if self.asks_each_step else runtime.num_given_up(), *counts] if counts else []
 
-    def drop_cycles(self, every: list[list[int]]) -> None:
+    def drop_cycles(self, cycles_by_rank: list[list[int]]) -> None:
         """Drop the batches since the last exchange if `cycles` differ between ranks."""
-        if any(own != every[0] for own in every):
+        if any(own != cycles_by_rank[0] for own in cycles_by_rank):
             for optimizer in distributed_optimizers(self.model):
                 if optimizer.accumulator is not None:
                     optimizer.accumulator.drop_cycle(iterations_of(optimizer))
@@ -233,22 +234,22 @@ class Progress:
             )
 
 
-def ask(own: Answer, step: int) -> set[Answer]:
+def ask(answer: Answer, step: int) -> set[Answer]:
     """Send the next action of this rank to all ranks, and return those of all. Collective.
 
     Ranks ask before steps that cannot be given up once begun, and around epochs of local SGD, see
-    `Progress`. `own` is "run" before a step, "end" at the end of an epoch, "stop" if training ends
-    early; `step` counts the steps of the epoch, with the one to begin. The result may hold "run"
-    with "stop" (then no rank runs), never with "end". Every rank raises ExchangeError if epochs
-    have unequal numbers of steps, or if a rank calls another collective.
+    `Progress`. `answer` is "run" before a step, "end" at the end of an epoch, "stop" if
+    training ends early; `step` counts the steps of the epoch, with the one to begin. The result
+    may hold "run" with "stop" (then no rank runs), never with "end". Every rank raises
+    ExchangeError if epochs have unequal numbers of steps, or if a rank calls another collective.
     """
-    headers = exchange_headers(Header(_ASKED, [own, step], [], [], "fit"), runtime.world())
+    headers = exchange_headers(Header(_ASKED, [answer, step], [], [], "fit"), runtime.world())
     for rank, other in enumerate(headers):
         if other.kind != _ASKED:
             raise ExchangeError(
-                "All ranks must call the same collectives in the same order. Received: rank "
-                f"{rank} calls {other.describe()} while rank {runtime.rank()} is in fit, step "
-                f"{step}. Give fit the same callbacks on all ranks."
+                f"ranks called different collectives. Received: rank {rank} calls "
+                f"{other.describe()} while rank {runtime.rank()} is in fit, step {step}. Give "
+                "fit the same callbacks on all ranks."
             )
     answers: set[Answer] = {header.options[0] for header in headers}
     ended = {r: h.options[1] for r, h in enumerate(headers) if h.options[0] == "end"}
@@ -257,7 +258,7 @@ def ask(own: Answer, step: int) -> set[Answer]:
     if is_uneven or {"run", "end"} <= answers:
         rank = min(ended, key=lambda r: ended[r])
         raise ExchangeError(
-            f"All ranks must have as many batches. Received: rank {rank} ended its epoch after "
+            f"ranks have unequal numbers of steps. Received: rank {rank} ended its epoch after "
             f"step {ended[rank]}, and others have more. Give every rank as many batches, for "
             "example with tfscale.data.GlobalBatches."
         )

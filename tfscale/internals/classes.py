@@ -78,9 +78,9 @@ def _calling(around: Around, function: Any) -> Any:
 class NormalizationByMoments(keras.layers.BatchNormalization):
     """A BatchNormalization whose mean and variance of a batch a method changes."""
 
-    def moments(self, inputs: Any, mask: Any, own: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return mean and variance; `own` are those of the inputs."""
-        return own
+    def moments(self, inputs: Any, mask: Any, of_rows: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return mean and variance; `of_rows` are those of the inputs."""
+        return of_rows
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         return self.moments(inputs, mask, super()._moments(inputs, mask))
@@ -237,9 +237,9 @@ def weights_with_mask(sample_weight: Any, mask: Any, dtype: Any) -> Any:
 
 def arguments_of(method: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by name, those with defaults included, without `self`."""
-    given = inspect.signature(method).bind(*args, **kwargs)
-    given.apply_defaults()
-    named = dict(given.arguments)
+    bound = inspect.signature(method).bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
     named.pop("self", None)
     named |= named.pop("kwargs", {})
     return named

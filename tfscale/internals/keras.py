@@ -166,9 +166,9 @@ def build_from_spec(model: keras.Model, spec_of_data: Callable[[], Any]) -> None
         model._symbolic_build(data_batch=batch)
     except Exception as error:
         raise ConfigError(
-            "The model must be built before its first update, and its shapes cannot be told from "
-            f"the data. Received: model={model.name!r} and "
-            f"{type(error).__name__}: {error}. {how_to_build(model)}"
+            "model must be built before its first update: its shapes cannot be told from the "
+            f"data. Received: model={model.name!r} and {type(error).__name__}: {error}. "
+            f"{how_to_build(model)}"
         ) from error
 
 
@@ -312,12 +312,12 @@ def replace_results(model: keras.Model, change: Callable[[Any], Any]) -> None:
     if stack.current_pass().caller != "evaluate":
         return
     original = type(model)._get_metrics_result_or_logs
-    own = weakref.ref(stack.running_passes()[0])
+    running_pass = weakref.ref(stack.running_passes()[0])
 
     def changed_results(logs: dict[str, Any]) -> Any:
         running = stack.running_passes()
-        is_own = bool(running) and running[0] is own()
-        if is_own or own() not in running:  # ended or failed; else another runs inside it
+        is_own = bool(running) and running[0] is running_pass()
+        if is_own or running_pass() not in running:  # ended or failed; else another runs inside it
             give_back_results(model)
         # Of another `evaluate` nothing is changed: the other ranks may not be running it.
         return change(original(model, logs)) if is_own else original(model, logs)
@@ -448,10 +448,10 @@ def begin_epoch_at(
     adapter = epochs.data_adapter
     data = getattr(adapter, "py_dataset", None)
     is_cut = rest_of(data, 0) is not None  # then only the data knows its number of steps
-    place, steps = (0, None) if is_cut else _place_in_pass(epochs, epoch)
+    first_batch, steps = (0, None) if is_cut else _place_in_pass(epochs, epoch)
     if steps is not None and first_step >= steps:
         first_step = max(0, steps - epochs.steps_per_execution)
-    n_dropped = place + first_step
+    n_dropped = first_batch + first_step
     if n_dropped == 0:
         return 0
     usual = epochs._enumerate_iterator

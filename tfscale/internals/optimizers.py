@@ -132,16 +132,16 @@ def slots_of(rule: Any) -> dict[int, int]:
     so the position identifies the variable and names are not needed.
     """
     trainable = rule._trainable_variables
-    found: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for name, value in vars(rule).items():
         if name in ("_variables", "_trainable_variables") or not isinstance(value, list | tuple):
             continue
         if len(value) == len(trainable):
-            found |= {id(slot): i for i, slot in enumerate(value) if hasattr(slot, "assign")}
+            positions |= {id(slot): i for i, slot in enumerate(value) if hasattr(slot, "assign")}
     for inner in inner_optimizers(rule):
         places = [index_of(rule, variable) for variable in inner._trainable_variables]
-        found |= {slot: places[i] for slot, i in slots_of(inner).items()}
-    return found
+        positions |= {slot: places[i] for slot, i in slots_of(inner).items()}
+    return positions
 
 
 def overwrites_with_gradient(variable: Any) -> bool:
@@ -215,10 +215,10 @@ def decaying_as(rule: Any, originals: Sequence[tuple[Any, Any]]) -> Iterator[Non
     decay. The rule was built on the pieces; `originals` are pairs of piece and variable.
     """
     ask = type(rule)._use_weight_decay
-    known = {rule._var_key(raw_variable(piece)): variable for piece, variable in originals}
+    variable_of = {rule._var_key(raw_variable(piece)): variable for piece, variable in originals}
 
     def use_weight_decay(variable: Any) -> bool:
-        original = known.get(rule._var_key(raw_variable(variable)))
+        original = variable_of.get(rule._var_key(raw_variable(variable)))
         if original is not None:  # rules pass Keras's variables or TensorFlow's
             is_keras = isinstance(variable, keras.Variable)
             variable = original if is_keras else raw_variable(original)

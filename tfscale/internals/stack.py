@@ -87,8 +87,8 @@ class KerasPass:
         """Raise if an argument of `fit` contradicts the data."""
         if self.refused is not None:
             raise ConfigError(
-                "An epoch is one pass over the data, in the data's own batches. Received: "
-                f"{self.refused}. Leave it out, and give GlobalBatches what you need."
+                f"{self.refused} must be left out: an epoch is one pass over the data. Received: "
+                f"{self.refused}. Give GlobalBatches what you need."
             )
 
     @property
@@ -103,35 +103,35 @@ def current_pass() -> KerasPass:
     """Return the pass of the innermost adapter, trainer method and `fit` on the caller's stack."""
     adapter: Any = None
     fit = running_fit()
-    found: dict[str, Any] = {"fit": None if fit.model is None else fit}
+    facts: dict[str, Any] = {"fit": None if fit.model is None else fit}
     for frame in _frames():
         name = _TRAINERS.get(frame.f_code)
         if name is not None:
-            given = frame.f_locals
-            found |= {"caller": name, "callbacks": _callbacks_in(given.get("callbacks"))}
-            found["epochs"] = given.get("epoch_iterator")
+            frame_locals = frame.f_locals
+            facts |= {"caller": name, "callbacks": _callbacks_in(frame_locals.get("callbacks"))}
+            facts["epochs"] = frame_locals.get("epoch_iterator")
             if name == "fit":
-                found |= {"epoch": given.get("epoch"), "refused": _refused(given)}
+                facts |= {"epoch": frame_locals.get("epoch"), "refused": _refused(frame_locals)}
             break
         adapter = adapter or _adapter_of(frame)
-    return KerasPass(adapter, **found)
+    return KerasPass(adapter, **facts)
 
 
 def running_fit() -> FitCall:
     """Return the innermost `fit` on the caller's stack; an empty `FitCall` if there is none."""
     for frame in _frames():
         if _TRAINERS.get(frame.f_code) == "fit":
-            given = frame.f_locals
-            epochs = given.get("epoch_iterator")
+            frame_locals = frame.f_locals
+            epochs = frame_locals.get("epoch_iterator")
             return FitCall(
-                model=given["self"],
-                data=given.get("x"),
-                batch_size=given.get("batch_size"),
-                validation_data=given.get("validation_data"),
-                class_weight=given.get("class_weight"),
-                initial_epoch=given.get("initial_epoch") or 0,
+                model=frame_locals["self"],
+                data=frame_locals.get("x"),
+                batch_size=frame_locals.get("batch_size"),
+                validation_data=frame_locals.get("validation_data"),
+                class_weight=frame_locals.get("class_weight"),
+                initial_epoch=frame_locals.get("initial_epoch") or 0,
                 epochs_of=(lambda: None) if epochs is None else weakref.ref(epochs),
-                callback_list=given.get("callbacks"),
+                callback_list=frame_locals.get("callbacks"),
             )
     return FitCall()
 
@@ -180,10 +180,10 @@ def _callbacks_in(callback_list: Any) -> tuple[Any, ...]:
     return tuple(getattr(callback_list, "callbacks", ()))
 
 
-def _refused(given: dict[str, Any]) -> str | None:
-    if getattr(given.get("epoch_iterator"), "steps_per_epoch", None):
+def _refused(frame_locals: dict[str, Any]) -> str | None:
+    if getattr(frame_locals.get("epoch_iterator"), "steps_per_epoch", None):
         return "steps_per_epoch"
-    return "batch_size" if given.get("batch_size") is not None else None
+    return "batch_size" if frame_locals.get("batch_size") is not None else None
 
 
 def _adapter_of(frame: FrameType) -> Any:

@@ -120,22 +120,22 @@ def block_layout(values: tf.Tensor) -> str | None:
     """
     if hasattr(values, "numpy"):
         return None
-    known = context_of(values.graph).layouts
+    layouts = context_of(values.graph).layouts
     waiting = [values]
     while waiting:
         tensor = waiting[-1]
-        if tensor.name not in known:
+        if tensor.name not in layouts:
             layout = _layout_made_by(tensor)
-            known[tensor.name] = layout  # also where the graph has a circle
+            layouts[tensor.name] = layout  # also where the graph has a circle
             if layout is None:
-                waiting.extend(item for item in tensor.op.inputs if item.name not in known)
+                waiting.extend(item for item in tensor.op.inputs if item.name not in layouts)
             continue
         waiting.pop()
-        if known[tensor.name] is None:
-            of_inputs = {known.get(item.name) for item in tensor.op.inputs}
+        if layouts[tensor.name] is None:
+            of_inputs = {layouts.get(item.name) for item in tensor.op.inputs}
             found = [layout for layout in ("blocks", "repeated") if layout in of_inputs]
-            known[tensor.name] = found[0] if found else None
-    return known[values.name]
+            layouts[tensor.name] = found[0] if found else None
+    return layouts[values.name]
 
 
 def note_shape(shape: tf.Tensor, tensor: tf.Tensor) -> None:

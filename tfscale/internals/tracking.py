@@ -48,10 +48,10 @@ class ReplacingNode(tf.__internal__.tracking.Trackable):
         self._owner, self._replaced = owner, replaced
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        found = self._owner._trackable_children(save_type, **options)
+        children = self._owner._trackable_children(save_type, **options)
         if save_type != "checkpoint":
-            return found
-        return {name: self._replace(child) for name, child in found.items()}
+            return children
+        return {name: self._replace(child) for name, child in children.items()}
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         del cached_dependencies

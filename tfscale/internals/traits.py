@@ -74,9 +74,9 @@ def own_of(callbacks: Iterable[Any]) -> list[Traits]:
 
 def given_of(callbacks: Iterable[Any]) -> list[Traits]:
     """Return the callbacks of tfscale in a list that are no companions of others."""
-    own = own_of(callbacks)
-    companions = [companion for callback in own for companion in callback.companions]
-    return [callback for callback in own if callback not in companions]
+    ours = own_of(callbacks)
+    companions = [companion for callback in ours for companion in callback.companions]
+    return [callback for callback in ours if callback not in companions]
 
 
 def train_apart(callbacks: Iterable[Any]) -> bool:

@@ -168,8 +168,7 @@ class _Launcher:
             if not may_kill:
                 remedy = "Use --slurm in an allocation, and leave it out elsewhere."
             raise ConfigError(
-                f"The program that starts ranks must be installed. Received: {command[0]}, which "
-                f"is not. {remedy}"
+                f"Could not find the program that starts ranks. Received: {command[0]}. {remedy}"
             ) from error
         assert self.process.stderr is not None
         sys.stderr.flush()
@@ -282,10 +281,10 @@ class _Launcher:
 def _command_of(pid: int) -> str:
     """Return the command of a process, cut short; "" where it has ended."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:
         return ""
-    return words.decode(errors="replace").strip()[:80]
+    return command_line.decode(errors="replace").strip()[:80]
 
 
 def _parent_of(pid: int) -> int | None:

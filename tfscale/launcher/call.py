@@ -80,10 +80,10 @@ def read_error(folder: Path, attempt: int, rank: int) -> BaseException | None:
     """Return the exception that the function has raised on a rank; None if it cannot be read."""
     try:
         with _path_of("error", folder, attempt, rank).open("rb") as file:
-            found = pickle.load(file)
+            error = pickle.load(file)
     except Exception:  # its class may need more arguments than it keeps
         return None
-    return found if isinstance(found, BaseException) else None
+    return error if isinstance(error, BaseException) else None
 
 
 def _path_of(kind: str, folder: Path, attempt: int, rank: int) -> Path:
@@ -128,11 +128,11 @@ def _dump(value: Any, file: IO[bytes], what: str, parts: Mapping[str, Any], reme
     except OSError:
         raise
     except Exception as error:
-        found = next(
+        culprit = next(
             filter(None, (_culprit(n, "", part, set()) for n, part in parts.items())), what
         )
         raise ConfigError(
-            f"{what} must be picklable, to be sent to another process. Received: {found} "
+            f"{what} must be picklable, to be sent to another process. Received: {culprit} "
             f"({type(error).__name__}: {error}). {remedy}"
         ) from error
 
@@ -156,9 +156,9 @@ def _culprit(name: str, where: str, value: Any, seen: set[int]) -> str | None:
         _Pickler(_Nowhere()).dump(value)
         return None
     except Exception:
-        own = f"{name}{where}, of type {type(value).__module__}.{type(value).__qualname__}"
+        description = f"{name}{where}, of type {type(value).__module__}.{type(value).__qualname__}"
         inner = (_culprit(*part, seen) for part in _parts_of(name, where, value))
-        return next(filter(None, inner), own)
+        return next(filter(None, inner), description)
 
 
 # Methods by which an object chooses what pickle sends of it.
@@ -218,9 +218,9 @@ def main(folder: Path) -> int:
         file = (folder / _FILE).open("rb")
     except FileNotFoundError as error:
         raise ConfigError(
-            "The working folder must be shared by all hosts of the job. Received: no "
-            f"{folder / _FILE} on host {socket.gethostname()}. Call tfscale.run in a folder that "
-            "all hosts share: see docs/several-hosts.md."
+            f"Could not find the job's file in the working folder. Received: no {folder / _FILE} "
+            f"on host {socket.gethostname()}. Call tfscale.run in a folder that all hosts share: "
+            "see docs/several-hosts.md."
         ) from error
     with file:
         _surround(pickle.load(file), rank)

@@ -75,15 +75,15 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
         size = int(environ["SLURM_NTASKS"])
     if size is None:
         raise ConfigError(
-            "The number of ranks must be given. Received: no -np"
-            f"{', and no SLURM_NTASKS: not in an allocation' if options.slurm else ''}. "
+            "-np must be given. Received: no "
+            f"-np{', and no SLURM_NTASKS: not in an allocation' if options.slurm else ''}. "
             "Example: tfscale run -np 4 python train.py"
         )
     variables = {}
     for item in options.env:
         name, equals, value = item.partition("=")
         if not (name and equals):
-            raise ConfigError(f"A variable is K=V. Received: --env {item}. Write --env K=V.")
+            raise ConfigError(f"--env must be K=V. Received: --env {item}. Write --env K=V.")
         variables[name] = value
     command = _read_command(options.command, needs_python=options.distribute)
     if options.distribute:
@@ -105,12 +105,12 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
     )
 
 
-def _read_command(words: Sequence[str], needs_python: bool) -> tuple[str, ...]:
+def _read_command(command: Sequence[str], needs_python: bool) -> tuple[str, ...]:
     """Return the program and its arguments; Python runs a .py file that is not executable."""
-    words = words[1:] if words[:1] == ["--"] else words
-    if words and words[0].endswith(".py") and (needs_python or not shutil.which(words[0])):
-        return (sys.executable, *words)
-    return tuple(words)
+    command = command[1:] if command[:1] == ["--"] else command
+    if command and command[0].endswith(".py") and (needs_python or not shutil.which(command[0])):
+        return (sys.executable, *command)
+    return tuple(command)
 
 
 # Python's option that hash() of texts depends on; it is read before a program starts.
@@ -120,10 +120,10 @@ _PASSED = ("exchange", "batch_norm", "seed", "all_output", "verify")
 
 
 def _require_distribute(options: argparse.Namespace) -> None:
-    given = _options_of_distribute(options)
-    if given and not options.distribute:
+    used = _options_of_distribute(options)
+    if used and not options.distribute:
         raise ConfigError(
-            f"{given[0]} is an option of --distribute. Received: {given[0]} without it. Add "
+            f"{used[0]} is an option of --distribute. Received: {used[0]} without it. Add "
             "--distribute, or make the choice in the script (tfscale.distribute, "
             "tfscale.DistributedOptimizer)."
         )
@@ -132,12 +132,12 @@ def _require_distribute(options: argparse.Namespace) -> None:
 
 
 def _options_of_distribute(options: argparse.Namespace) -> list[str]:
-    own = []
+    used = []
     for name in _PASSED:
         value, option = getattr(options, name), f"--{name.replace('_', '-')}"
         if value is not None and value is not False:  # 0 is a seed
-            own.append(option if value is True else f"{option}={value}")
-    return own
+            used.append(option if value is True else f"{option}={value}")
+    return used
 
 
 def _distributed(command: Sequence[str], options: argparse.Namespace) -> tuple[str, ...]:
@@ -170,17 +170,17 @@ def _split_python(command: Sequence[str]) -> tuple[list[str], list[str]]:
     while at < len(command) and re.match(r"-.", command[at]):
         word = command[at]
         # Letters may be joined, as in -um module; of these four the rest is a value, or the next.
-        found = None if word.startswith("--") else re.match(r"-([^WXmc]*)([WXmc])", word)
-        if found is None:
+        match = None if word.startswith("--") else re.match(r"-([^WXmc]*)([WXmc])", word)
+        if match is None:
             at += 2 if word == "--check-hash-based-pycs" else 1
             continue
-        value = word[found.end() :]
-        if found[2] in "WX":
+        value = word[match.end() :]
+        if match[2] in "WX":
             at += 1 if value else 2
             continue
         rest = [value, *command[at + 1 :]] if value else [*command[at + 1 :]]
-        flags = [f"-{found[1]}"] if found[1] else []
-        return [*command[:at], *flags], [f"-{found[2]}", *rest] if rest else []
+        flags = [f"-{match[1]}"] if match[1] else []
+        return [*command[:at], *flags], [f"-{match[2]}", *rest] if rest else []
     return [*command[:at]], [] if "-" in command[at : at + 1] else [*command[at:]]
 
 
@@ -188,7 +188,7 @@ def _read_places(options: argparse.Namespace) -> Places:
     """Return all hosts; those of a host file only for restarts, which may leave some out."""
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError(
-            f"Hosts come from one place. Received: -H and --hostfile {options.hostfile}. Give one."
+            f"-H excludes --hostfile. Received: -H and --hostfile {options.hostfile}. Give one."
         )
     if options.hosts is not None:
         return parse_places(require_hosts(options.hosts, "-H"))
@@ -197,7 +197,7 @@ def _read_places(options: argparse.Namespace) -> Places:
     try:
         text = Path(options.hostfile).read_text()
     except OSError as error:
-        raise ConfigError(f"The host file must be readable. Received: {error}.") from error
+        raise ConfigError(f"--hostfile must be readable. Received: {error}.") from error
     require_hosts(text, f"--hostfile {options.hostfile}")
     return parse_places(text) if options.restarts else ()
 
@@ -225,10 +225,10 @@ def prepare_job(options: argparse.Namespace) -> Job:
         print(command)
         return job
     _prepare_library(dataclasses.replace(spec, hosts=rule.places), mpi, environ)
-    given = {**environ, **(spec.environment or {})}
+    variables = {**environ, **(spec.environment or {})}
     if rule.places:
         first = dataclasses.replace(spec, hosts=spread(rule.places, spec.size))
-        check_hosts(first, mpi, given)
+        check_hosts(first, mpi, variables)
     elif not (spec.is_slurm or spec.hostfile) and environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
         print(
             f"tfscale: Slurm has given this job {environ['SLURM_JOB_NUM_NODES']} nodes, and "
@@ -244,9 +244,9 @@ def _prepare_library(
     spec: mpi_command.LaunchSpec, mpi: mpi_command.Mpi | None, environ: dict[str, str]
 ) -> None:
     """Compile the library before the ranks start, unless they need none or are on other hosts."""
-    given = {**environ, **(spec.environment or {})}
-    is_engine = given.get(variable_name("backend"), "") in ("", "auto", "engine")
-    if spec.size > 1 and is_engine and not mpi_command.has_other_hosts(spec, given):
+    variables = {**environ, **(spec.environment or {})}
+    is_engine = variables.get(variable_name("backend"), "") in ("", "auto", "engine")
+    if spec.size > 1 and is_engine and not mpi_command.has_other_hosts(spec, variables):
         library.prepare_library(mpi.kind if mpi else "")
 
 
@@ -326,19 +326,19 @@ COMMANDS = {
 }
 
 
-def run_apart(words: Sequence[str]) -> int:
+def run_apart(arguments: Sequence[str]) -> int:
     """Run a command line in a process that ends with this one; return its exit code.
 
     What it writes goes to the standard error of this one.
     """
-    command = [sys.executable, "-m", "tfscale.launcher.cli", *words]
+    command = [sys.executable, "-m", "tfscale.launcher.cli", *arguments]
     end_too = functools.partial(mpi_command.set_death_signal, signal.SIGTERM)
     return subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=end_too
     ).returncode
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command line; `handler` runs it. Exits where the line is wrong."""
     parser = argparse.ArgumentParser(
         prog="tfscale", description="Trains Keras models on several processes."
@@ -346,9 +346,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(run_command=main, run_apart=run_apart)  # for commands that start ranks
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # Add only the command in use: modules of others may import TensorFlow, which takes seconds.
-    for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:
+    for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
         COMMANDS[name](commands)
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -92,7 +92,7 @@ class _Script:
         try:
             self._tree = ast.parse(text)
         except SyntaxError as error:
-            raise ConfigError(f"The script must be Python. Received: {name}: {error}.") from error
+            raise ConfigError(f"script must be Python. Received: {name}: {error}.") from error
         self._edits, self._name = _Edits(text), name
         self._trained: set[str] = set()  # models, as they are named where they are compiled
         self._needs_keras_name = False
@@ -139,10 +139,10 @@ class _Script:
 
     def _keras(self) -> str:
         """Return the name of Keras in this script."""
-        known = dict(_imports(self._tree))
+        module_names = dict(_imports(self._tree))
         for module, end in (("keras", ""), ("tensorflow.keras", ""), ("tensorflow", ".keras")):
-            if module in known:
-                return known[module] + end
+            if module in module_names:
+                return module_names[module] + end
         self._needs_keras_name = True
         return "keras"
 
@@ -154,22 +154,22 @@ class _Script:
         return is_known or bool(names & _OF_FIT)
 
     def _fit(self, call: ast.Call) -> None:
-        given: dict[str, ast.expr] = dict(zip("xy", call.args, strict=False))
-        given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
+        arguments: dict[str, ast.expr] = dict(zip("xy", call.args, strict=False))
+        arguments |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
         if (
             len(call.args) > 2
-            or "**" in given
+            or "**" in arguments
             or any(isinstance(a, ast.Starred) for a in call.args)
         ):
             self._note(call, "fit: name its arguments after y, then convert again")
             return
-        if "x" in given and "y" in given:
-            self._slice(call, given)
+        if "x" in arguments and "y" in arguments:
+            self._slice(call, arguments)
         else:
             text = "fit: each rank trains on all of this data; give it GlobalBatches (docs/data.md)"
             self._note(call, text)
         synchronize = "tfscale.callbacks.Synchronize()"
-        callbacks, verbose = given.get("callbacks"), given.get("verbose")
+        callbacks, verbose = arguments.get("callbacks"), arguments.get("verbose")
         if isinstance(callbacks, ast.List):
             begin = self._edits.span(callbacks)[0] + 1
             self._edits.change(begin, begin, f"{synchronize}{', ' if callbacks.elts else ''}")
@@ -182,18 +182,18 @@ class _Script:
         elif ast.unparse(verbose) != "0":
             self._edits.wrap(verbose, "", f" if {_RANK_ZERO} else 0")
 
-    def _slice(self, call: ast.Call, given: dict[str, ast.expr]) -> None:
+    def _slice(self, call: ast.Call, arguments: dict[str, ast.expr]) -> None:
         """Put the arrays of a `fit` into GlobalBatches, validation data included."""
-        text = {name: self._edits.source(value) for name, value in given.items()}
+        text = {name: self._edits.source(value) for name, value in arguments.items()}
         for name in ("x", "y", "sample_weight"):
-            if isinstance(given.get(name), ast.BinOp):  # [...] binds closer
+            if isinstance(arguments.get(name), ast.BinOp):  # [...] binds closer
                 text[name] = f"({text[name]})"
         size, part = text.get("batch_size", "32"), ""
-        rest = f"batch_size={size}, shuffle=False, drop_remainder=False)"
-        valid = given.get("validation_data")
+        rest = f"batch_size={size}, shuffle=False)"
+        valid = arguments.get("validation_data")
         if "validation_split" in text:
             statement = self._statement_of(call)
-            if statement is None or isinstance(given["x"], ast.List | ast.Tuple | ast.Dict):
+            if statement is None or isinstance(arguments["x"], ast.List | ast.Tuple | ast.Dict):
                 self._note(call, "fit: cut the arrays instead of validation_split (docs/data.md)")
                 return
             part, at = "[:n_trained]", self._edits.span(statement)[0]
@@ -209,7 +209,7 @@ class _Script:
         data += f", shuffle={text['shuffle']}" if "shuffle" in text else ""
         if "sample_weight" in text:
             data += f", sample_weight={text['sample_weight']}{part}"
-        self._edits.change(*self._edits.span(given["x"]), f"tfscale.data.GlobalBatches({data})")
+        self._edits.change(*self._edits.span(arguments["x"]), f"tfscale.data.GlobalBatches({data})")
         self._remove(call)
 
     def _add(self, call: ast.Call, text: str) -> None:
@@ -351,7 +351,7 @@ def _convert(options: argparse.Namespace) -> int:
     try:
         before = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The script must be readable. Received: {error}.") from error
+        raise ConfigError(f"Could not read the script. Received: {error}.") from error
     after, notes = convert(before, options.script)
     target = path if options.in_place else Path(options.output) if options.output else None
     if target is not None:

@@ -122,9 +122,9 @@ def check_library(mpi: mpi_command.Mpi | None) -> Check:
     except ExchangeError as error:
         return Check("library", "missing", str(error))
     is_packaged = path.is_relative_to(library.PACKAGED)
-    place = "in the package" if is_packaged else f"in the cache, key {path.parent.name}"
+    location = "in the package" if is_packaged else f"in the cache, key {path.parent.name}"
     stamp = compiler.read_stamp(path.parent) or {}
-    detail = f"{place}: {path}, of TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
+    detail = f"{location}: {path}, of TensorFlow {stamp['tensorflow']} and {stamp['mpi']}"
     others = [folder for folder in library.packaged_folders() if folder != path.parent]
     for folder in others if not is_packaged else ():
         stamp = compiler.read_stamp(folder) or {}

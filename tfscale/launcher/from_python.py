@@ -155,14 +155,14 @@ def run(
         [(0, 1.0), (1, 1.0)]
     """
     _require_no_rank()
-    given = {"np": np, "min_np": min_np, "restarts": restarts, **_read_horovod(horovod)}
+    arguments = {"np": np, "min_np": min_np, "restarts": restarts, **_read_horovod(horovod)}
     require(callable(func), "func", "a function", func)
     if distribute:
         _check_choices(exchange, batch_norm, verify)
     variables = {str(name): str(value) for name, value in (env or {}).items()}
-    if (start_s := given.pop("start_timeout", None)) is not None:
+    if (start_s := arguments.pop("start_timeout", None)) is not None:
         variables[variable_name("start_s")] = str(start_s / END_FACTOR)
-    size = _DEFAULT_SIZE if given["np"] is None and not slurm else given["np"]
+    size = _DEFAULT_SIZE if arguments["np"] is None and not slurm else arguments["np"]
     options = {
         "size": size if size is None else check_integer("np", size, 1),
         "hosts": hosts,
@@ -176,8 +176,8 @@ def run(
         "all_output": all_output and distribute,
         "output_prefix": output_prefix,
         "env": [f"{name}={value}" for name, value in variables.items()],
-        "restarts": given["restarts"] or 0,
-        "min_np": given["min_np"],
+        "restarts": arguments["restarts"] or 0,
+        "min_np": arguments["min_np"],
         "grace_s": grace_s,
         "bind_to": bind_to,
         "mpiexec": mpiexec,
@@ -210,28 +210,28 @@ def _require_no_rank() -> None:
         )
 
 
-def _read_horovod(given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_horovod(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `horovod.run` that were given, under their names here."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in (*_RENAMED, *_NOT_NEEDED, *_REFUSED):
             raise TypeError(f"run() got an unexpected keyword argument {name!r}")
         if name in _REFUSED and value is not None:
             raise ConfigError(
-                "Of horovod.run's arguments only those that have a meaning here can be given. "
-                f"Received: {name}={value!r}. {_REFUSED[name]}"
+                f"{name} is an argument of horovod.run that has no meaning here. Received: "
+                f"{name}={value!r}. {_REFUSED[name]}"
             )
-    return {_RENAMED[n]: v for n, v in given.items() if n in _RENAMED and v is not None}
+    return {_RENAMED[n]: v for n, v in arguments.items() if n in _RENAMED and v is not None}
 
 
 def _check_choices(exchange: Any, batch_norm: Any, verify: Any) -> None:
     names = ", ".join(EXCHANGES)
     remedy = "Others are arguments of tfscale.distribute, which the function may call itself."
-    known = exchange is None or (isinstance(exchange, str) and exchange in EXCHANGES)
-    require(known, "exchange", f"one of {names}", exchange, remedy)
-    known = batch_norm in (None, "global", "local")
-    require(known, "batch_norm", "'global' or 'local'", batch_norm)
-    known = verify in (None, "off", "first") or (type(verify) is int and verify > 0)
-    require(known, "verify", "'off', 'first' or a number of steps", verify)
+    is_choice = exchange is None or (isinstance(exchange, str) and exchange in EXCHANGES)
+    require(is_choice, "exchange", f"one of {names}", exchange, remedy)
+    is_choice = batch_norm in (None, "global", "local")
+    require(is_choice, "batch_norm", "'global' or 'local'", batch_norm)
+    is_choice = verify in (None, "off", "first") or (type(verify) is int and verify > 0)
+    require(is_choice, "verify", "'off', 'first' or a number of steps", verify)
 
 
 def _shared_folder(
@@ -309,7 +309,7 @@ def _read_end(folder: Path, code: int) -> list[Any]:
     end = read_json(folder / _END)
     if not end:
         raise RankError(
-            "The process that starts the ranks must end by itself. Received: its exit code "
+            "No results: the process that starts ranks has ended. Received: its exit code "
             f"{code}. If no program has ended it, see the messages above."
         )
     for kind in (ConfigError, ExchangeError):
@@ -318,8 +318,8 @@ def _read_end(folder: Path, code: int) -> list[Any]:
     rank, attempt, code = end["rank"], end["attempt"], end["exit_code"]
     if code == PREEMPTED:
         raise RankError(
-            "All ranks were asked to save and stop, and have done so. Received: exit code "
-            f"{code}. Call tfscale.run again to continue.",
+            f"ranks were asked to save and stop, and have done so. Received: exit code {code}. "
+            "Call tfscale.run again to continue.",
             exit_code=code,
         )
     if code != 0:
@@ -340,8 +340,8 @@ def _read_end(folder: Path, code: int) -> list[Any]:
 
 def _raise_no_result(rank: int) -> NoReturn:
     raise RankError(
-        f"The function must return on every rank. Received: the end of rank {rank} before, with "
-        "exit status 0. Return a value instead of calling sys.exit().",
+        f"rank {rank} ended before the function returned. Received: exit status 0. Return a "
+        "value instead of calling sys.exit().",
         rank=rank,
     )
 

@@ -126,7 +126,7 @@ def check_hosts(
     if faults:
         listed = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
         raise ConfigError(
-            "Every host of -H must be able to start ranks, by ssh without a password. Received: "
+            "-H must name hosts that start ranks, by ssh without a password. Received: "
             f"{len(faults)} that cannot:{listed}\nSee docs/several-hosts.md."
         )
 

@@ -119,14 +119,14 @@ def build_command(spec: LaunchSpec, mpi: Mpi | None) -> list[str]:
     """
     if spec.size < 1 or not spec.command:
         raise ConfigError(
-            f"A launch needs a program and at least one rank. Received: -np {spec.size}, "
+            f"-np must be 1 or more, and command a program. Received: -np {spec.size}, "
             f"command={list(spec.command)}. Example: tfscale run -np 4 python train.py"
         )
     if spec.is_slurm:
         return _srun(spec, mpi)
     if mpi is None:
         raise ConfigError(
-            "Starting ranks needs an MPI. Received: no mpiexec in this environment or on PATH. "
+            "Could not find an MPI. Received: no mpiexec in this environment or on PATH. "
             "Install one (pip install mpich), or use --slurm in an allocation."
         )
     return {"mpich": _mpich, "intel": _intel, "openmpi": _openmpi}[mpi.kind](spec, mpi)
@@ -140,19 +140,19 @@ def parse_version(text: str) -> tuple[str, str] | None:
         ("mpich", r"HYDRA build details:\s+Version:\s+([\w.]+)"),
     )
     for kind, pattern in patterns:
-        found = re.search(pattern, text, re.DOTALL)
-        if found:
-            return kind, found.group(1)
+        match = re.search(pattern, text, re.DOTALL)
+        if match:
+            return kind, match.group(1)
     return None
 
 
 def variables_of(spec: LaunchSpec, mpi: Mpi | None) -> dict[str, str]:
     """Return the environment variables for the launcher of `spec`, which all ranks inherit."""
-    given = dict(spec.environment or {})
+    variables = dict(spec.environment or {})
     if mpi is not None and mpi.kind == "intel" and spec.bind_to:
         is_none = spec.bind_to == "none"
-        given |= {"I_MPI_PIN": "0"} if is_none else {"I_MPI_PIN_DOMAIN": spec.bind_to}
-    return given
+        variables |= {"I_MPI_PIN": "0"} if is_none else {"I_MPI_PIN_DOMAIN": spec.bind_to}
+    return variables
 
 
 # Option that precedes the words of a command as JSON, see `quote`.
@@ -307,17 +307,17 @@ def new_job(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 def find_processes(job: str) -> list[int]:
     """Return the ids of this host's processes that belong to a job, zombies left out."""
     marker = f"{JOB_VARIABLE}={job}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             # A zombie's environment is empty.
             if marker in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def end_processes(

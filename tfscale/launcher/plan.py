@@ -30,13 +30,13 @@ def _draw(points: Sequence[Point], title: str, path: Path) -> None:
     curves: dict[str, list[Point]] = {}
     for point in points:
         curves.setdefault(point.exchange, []).append(point)
-    for mark, (name, own) in zip(_MARKS, curves.items(), strict=False):
-        ranks = [point.n_ranks for point in own]
+    for mark, (name, curve) in zip(_MARKS, curves.items(), strict=False):
+        ranks = [point.n_ranks for point in curve]
         is_auto = name == AUTO
         style = {"marker": mark, "label": name, "markersize": 5}
         style |= {"linewidth": 2.4 if is_auto else 1.2, "zorder": 3 if is_auto else 2}
-        left.plot(ranks, [point.speedup for point in own], **style)
-        right.plot(ranks, [1e3 * point.predicted.exposed_s for point in own], **style)
+        left.plot(ranks, [point.speedup for point in curve], **style)
+        right.plot(ranks, [1e3 * point.predicted.exposed_s for point in curve], **style)
     ranks = sorted({point.n_ranks for point in points})
     left.plot(ranks, ranks, color="0.7", linestyle="--", label="ideal", zorder=1)
     left.set(ylabel="speedup over one rank", yscale="log")

@@ -61,10 +61,10 @@ class _Rank:
         _close_listening_sockets()
         # Launchers give the other ranks a pipe into which nothing is ever written.
         has_stdin = launch.rank == 0 and mpi_command.STDIN_VARIABLE in environment()
-        own = {name: v for name, v in environment().items() if name not in _NOT_INHERITED}
+        inherited = {name: v for name, v in environment().items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
             list(command),
-            env={**own, STATUS_VARIABLE: process.path_of(self.status)},
+            env={**inherited, STATUS_VARIABLE: process.path_of(self.status)},
             stdin=None if has_stdin else subprocess.DEVNULL,
             close_fds=False,  # MPI may talk to its launcher over an inherited descriptor.
             preexec_fn=self._prepare,

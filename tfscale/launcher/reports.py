@@ -166,11 +166,11 @@ def describe_errors(reports: list[Report], failure: Report | None) -> str:
             ranks[report.error].append(report.rank)
     last = failure.error if failure is not None else ""
     text = ""
-    for error, own in sorted(ranks.items(), key=lambda item: item[0] == last):
-        names = ", ".join(map(str, sorted(own)))
+    for error, holders in sorted(ranks.items(), key=lambda item: item[0] == last):
+        names = ", ".join(map(str, sorted(holders)))
         text += error if error.endswith("\n") else f"{error}\n"
-        if error != last or len(own) > 1:
-            text += f"tfscale: the traceback of rank{'s' if len(own) > 1 else ''} {names}.\n"
+        if error != last or len(holders) > 1:
+            text += f"tfscale: the traceback of rank{'s' if len(holders) > 1 else ''} {names}.\n"
     return text
 
 
@@ -483,10 +483,10 @@ class ReportReader(threading.Thread):
         self._write(_NOISE.sub(b"", self._rest) if self._is_quiet else self._rest)
         self._rest = b""
 
-    def _take(self, found: re.Match[bytes]) -> bytes:
-        message = _decode(found.group(1))
+    def _take(self, match: re.Match[bytes]) -> bytes:
+        message = _decode(match.group(1))
         if message is None:
-            return found.group(0)
+            return match.group(0)
         if isinstance(message, Start):
             self._starts[message.rank] = message
             if message.host == socket.gethostname():

@@ -37,8 +37,8 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
     require(rule.grace_s >= 0, "--grace-s", "0 or more", rule.grace_s)
     if spec.has_stdin and rule.restarts:
         raise ConfigError(
-            "A job that is started again cannot read its input again. Received: --stdin with "
-            f"--restarts {rule.restarts}. Leave one of them out, or let the script read a file."
+            "--stdin excludes --restarts: input is read once. Received: --stdin with --restarts "
+            f"{rule.restarts}. Leave one of them out, or let the script read a file."
         )
     if rule.min_ranks is None:
         return
@@ -46,7 +46,7 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
     require(1 <= rule.min_ranks <= spec.size, "--min-np", known, rule.min_ranks)
     if spec.is_slurm:
         raise ConfigError(
-            "Slurm decides where ranks run. Received: --min-np with --slurm. Leave it out, and let "
+            "--min-np excludes --slurm. Received: --min-np with --slurm. Leave it out, and let "
             "Slurm requeue the job where a host is lost, see docs/operations.md."
         )
 
@@ -131,10 +131,10 @@ class Job:
         messages; `closes` prints the numbers of the training at the end of the job.
         """
         check_rule(rule, spec)
-        given = {**environ, **(spec.environment or {})}
-        self._is_quiet = not is_verbose and not given.get(_LOG_LEVEL)
+        variables = {**environ, **(spec.environment or {})}
+        self._is_quiet = not is_verbose and not variables.get(_LOG_LEVEL)
         self._closes = closes
-        self._start_s = setting("start_s", given)
+        self._start_s = setting("start_s", variables)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: Places = rule.places or (("", spec.size),)
         self.n_restarts = self._n_short = 0
@@ -160,8 +160,8 @@ class Job:
             size = min(size, sum(n for _, n in self._places))
         used = spread(self._places, size) if self._rule.places else ()
         spec = dataclasses.replace(self._spec, size=size, hosts=used)
-        given = dict(spec.environment or {})
-        present = {**self._environ, **given}
+        variables = dict(spec.environment or {})
+        present = {**self._environ, **variables}
         threads = mpi_command.thread_variables(spec, present)
         threads |= mpi_command.loopback_variables(spec, self._mpi, present)
         threads |= mpi_command.allocation_variables(spec, self._mpi, present)
@@ -176,7 +176,7 @@ class Job:
             ours[mpi_command.STDIN_VARIABLE] = "1"
         if sys.stdout.isatty() and not spec.is_prefixed:  # a bar would overwrite the prefix
             ours[TERMINAL_VARIABLE] = "1"
-        return dataclasses.replace(spec, environment={**threads, **given, **ours})
+        return dataclasses.replace(spec, environment={**threads, **variables, **ours})
 
     def run(self) -> int:
         """Run all attempts, explain on stderr why each ended, and return the job's exit code."""

@@ -124,11 +124,11 @@ class GroupAverage:
         return [list(range(len(self.targets)))]
 
     def _outer_for(self, part: Sequence[int]) -> Any:
-        given = self._strategy.outer
-        if given is None or not part:
+        template = self._strategy.outer
+        if template is None or not part:
             return None
         # A copy, as a strategy may be given to several optimizers.
-        outer = type(given).from_config(given.get_config())
+        outer = type(template).from_config(template.get_config())
         outer.build([self._common[i] for i in part])
         return outer
 
@@ -181,12 +181,12 @@ class GroupAverage:
 
         A fixed interval is the program's, not that of the earlier run.
         """
-        given = self.interval.numpy()
+        interval = self.interval.numpy()
         known = self.variables[: len(values)]
         for variable, value in zip(known, values, strict=True):
             variable.assign(value)
         if not isinstance(self._strategy.interval, AdaptiveInterval | GrowingInterval):
-            self.interval.assign(given)
+            self.interval.assign(interval)
 
     def record(self) -> dict[str, Any]:
         """Return the fields of the last average, for JSON."""
@@ -207,17 +207,17 @@ class GroupAverage:
 
     def average_now(self) -> list[np.ndarray]:
         """Set the model to the average over groups; return this rank's own values. Collective."""
-        own = [np.array(variable.numpy()) for variable in self.targets]
+        before = [np.array(variable.numpy()) for variable in self.targets]
         for variable in self.targets:
             value = tf.convert_to_tensor(variable.value)
             if self.across.size > 1:
                 set_constrained(variable, mean_over(self.across, [value], variable.path)[0])
         self._executor.publish()
-        return own
+        return before
 
-    def resume(self, own: Sequence[np.ndarray]) -> None:
+    def resume(self, values: Sequence[np.ndarray]) -> None:
         """Restore the values that `average_now` returned. Collective in this rank's group."""
-        for variable, value in zip(self.targets, own, strict=True):
+        for variable, value in zip(self.targets, values, strict=True):
             variable.assign(value)
         self._executor.publish()
 
@@ -269,8 +269,8 @@ class GroupAverage:
         self._n_intervals.assign_add(tf.cast(is_due, tf.int64))
         rule = self._strategy.interval
         if isinstance(rule, GrowingInterval):
-            steps = rule.start * (1.0 + rule.growth * tf.cast(self._n_intervals, tf.float64))
-            self.interval.assign(tf.minimum(tf.cast(steps, tf.int64), rule.most))
+            steps = rule.initial * (1.0 + rule.growth * tf.cast(self._n_intervals, tf.float64))
+            self.interval.assign(tf.minimum(tf.cast(steps, tf.int64), rule.maximum))
 
     def _parts(self) -> list[list[int]]:
         """Return the positions of each message; one message if an outer optimizer makes a step."""
@@ -293,16 +293,19 @@ class GroupAverage:
         """Return means over the groups of changes of some targets, compressed. Collective."""
         if self.residuals is None:
             return mean_over(self.across, changes, what, self._compression)
-        few = [place for place, i in enumerate(part) if i in self._few]
-        rest = [place for place, i in enumerate(part) if i not in self._few]
-        exact = mean_over(self.across, [changes[place] for place in rest], what)
+        few = [position for position, i in enumerate(part) if i in self._few]
+        rest = [position for position, i in enumerate(part) if i not in self._few]
+        exact = mean_over(self.across, [changes[position] for position in rest], what)
         means = dict(zip(rest, exact, strict=True))
         if few:
             wire, call = replace(self._wire, updates=[]), Call(self.across, f"average of {what}")
-            own, indices = [changes[place] for place in few], [part[place] for place in few]
-            means |= zip(few, wire.quantized(own, call, indices), strict=True)
+            few_changes, indices = (
+                [changes[position] for position in few],
+                [part[position] for position in few],
+            )
+            means |= zip(few, wire.quantized(few_changes, call, indices), strict=True)
             keep(wire.updates)
-        return [means[place] for place in range(len(part))]
+        return [means[position] for position in range(len(part))]
 
     def _average(self, part: Sequence[int]) -> tf.Tensor:
         """Give this rank's parameters the average; return the squared distance from it."""
@@ -311,11 +314,11 @@ class GroupAverage:
         before = [tf.identity(v.value) for v in variables]
         means = self._move_by_gradients(part) if self._sums else self._mean_parameters(part, before)
         self._move_common(self._outers[0], common, means)
-        for place, variable in enumerate(variables):
+        for position, variable in enumerate(variables):
             if common:
-                variable.assign(common[place].value)
+                variable.assign(common[position].value)
             else:
-                self._set(variable, means[place])
+                self._set(variable, means[position])
         changes = [m - b for m, b in zip(means, before, strict=True)]
         return self._squares_by_layer(part, changes)
 
@@ -384,9 +387,9 @@ class GroupAverage:
 
     def _report(self, squares: tf.Tensor) -> tf.Tensor:
         """Return what this rank adds to the sums that `_take_report` reads."""
-        own = squares if self._is_counted else tf.zeros_like(squares)
+        counted = squares if self._is_counted else tf.zeros_like(squares)
         group = tf.one_hot(self.across.rank, self.across.size, dtype=tf.float64)
-        of_groups = tf.reshape(group[:, None] * own[None, :], [-1])
+        of_groups = tf.reshape(group[:, None] * counted[None, :], [-1])
         return tf.concat([of_groups, [tf.cast(self.wants_to_stop, tf.float64)]], axis=0)
 
     def _by_group(self, sums: tf.Tensor) -> tf.Tensor:

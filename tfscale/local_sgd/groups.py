@@ -77,7 +77,7 @@ def _require_plain(optimizer: Any, rule: Any) -> None:
     """Raise a ConfigError if the optimizer changes gradients before it applies them."""
     if rule is not optimizer or rule.loss_scale_factor is not None:
         raise ConfigError(
-            "Gradients are added up over an interval, and a loss scale may change within it. "
+            "average='gradients' excludes a loss scale, which may change within an interval. "
             f"Received: average='gradients' with {type(optimizer).__name__} and "
             f"loss_scale_factor={rule.loss_scale_factor}. Use average='parameters', or train "
             "without a loss scale (mixed_bfloat16)."
@@ -86,9 +86,9 @@ def _require_plain(optimizer: Any, rule: Any) -> None:
     used = [name for name in (*named, "gradient_accumulation_steps") if getattr(rule, name)]
     if used:
         raise ConfigError(
-            "The common model moves by gradients as the ranks have them: what the optimizer "
-            f"makes of them is lost. Received: average='gradients' with {', '.join(used)}. Use "
-            "average='parameters', or leave that out."
+            "average='gradients' ignores what the optimizer makes of gradients. Received: "
+            f"average='gradients' with {', '.join(used)}. Use average='parameters', or leave "
+            "that out."
         )
 
 
@@ -97,7 +97,7 @@ def _require_elementwise(outer: Any) -> None:
     used = [name for name in ("clipnorm", "global_clipnorm") if getattr(outer, name, None)]
     if outer is not None and (used or type(outer) not in ELEMENTWISE):
         raise ConfigError(
-            "With sharded parameters an outer optimizer sees a rank's segment only. Received: "
-            f"{' with '.join([type(outer).__name__, *used])}, which looks at more than one value. "
-            "Use within='allreduce', or another outer optimizer such as SGD."
+            "outer must change each value by itself with sharded parameters. Received: "
+            f"{' with '.join([type(outer).__name__, *used])}, which looks at more than one "
+            "value. Use within='allreduce', or another outer optimizer such as SGD."
         )

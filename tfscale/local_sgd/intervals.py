@@ -12,34 +12,34 @@ from tfscale.config import ConfigError, is_count
 class AdaptiveInterval:
     """An interval between averages that shrinks with the training loss.
 
-    After each epoch the interval becomes `ceil(start * sqrt(loss / first loss))` or, if that is not
-    less than the previous interval, `shrink` times the previous interval. It is never less than
-    `least`.
+    After each epoch the interval becomes `ceil(initial * sqrt(loss / first loss))` or, if that is
+    not less than the previous interval, `shrink` times the previous interval. It is never less than
+    `minimum`.
 
     Attributes:
-        start: Steps between two averages in the first epoch.
+        initial: Steps between two averages in the first epoch.
         shrink: Factor in (0, 1).
-        least: Lower bound of the interval, 1 or more.
+        minimum: Lower bound of the interval, 1 or more.
 
     Source: Wang, Joshi: Adaptive communication strategies for local-update SGD (AdaComm), 2019,
     eqs. 17 and 18.
 
     Examples:
-        >>> rule = tfscale.AdaptiveInterval(start=64)
+        >>> rule = tfscale.AdaptiveInterval(initial=64)
         >>> exchange = tfscale.LocalSGD(groups=2, interval=rule)
         >>> rule.after(interval=64, loss=0.25, first_loss=1.0)
         32
     """
 
-    start: int = 64
+    initial: int = 64
     shrink: float = 0.5
-    least: int = 1
+    minimum: int = 1
 
     def __post_init__(self) -> None:
-        if not (self.start >= self.least >= 1 and 0 < self.shrink < 1):
+        if not (self.initial >= self.minimum >= 1 and 0 < self.shrink < 1):
             raise ConfigError(
-                "AdaptiveInterval needs start >= least >= 1 and 0 < shrink < 1. Received: "
-                f"start={self.start}, least={self.least}, shrink={self.shrink}."
+                "AdaptiveInterval needs initial >= minimum >= 1 and 0 < shrink < 1. Received: "
+                f"initial={self.initial}, minimum={self.minimum}, shrink={self.shrink}."
             )
 
     def after(self, interval: int, loss: float, first_loss: float) -> int:
@@ -52,87 +52,88 @@ class AdaptiveInterval:
         """
         if not (math.isfinite(loss) and loss >= 0 and first_loss > 0):
             return interval
-        wanted = math.ceil(self.start * math.sqrt(loss / first_loss))
+        wanted = math.ceil(self.initial * math.sqrt(loss / first_loss))
         if wanted >= interval:
             wanted = int(self.shrink * interval)
-        return max(self.least, wanted)
+        return max(self.minimum, wanted)
 
 
 @dataclass(frozen=True)
 class GrowingInterval:
     """An interval between averages that grows by the same number of steps after each average.
 
-    After i averages the interval is `start * (1 + growth * i)`, rounded down, and at most `most`.
+    After i averages the interval is `initial * (1 + growth * i)`, rounded down, and at most
+    `maximum`.
 
     Attributes:
-        start: Steps before the first average, 1 or more.
-        growth: Share of `start` that each average adds, more than 0.
-        most: Upper bound of the interval.
+        initial: Steps before the first average, 1 or more.
+        growth: Share of `initial` that each average adds, more than 0.
+        maximum: Upper bound of the interval.
 
     Source: Haddadpour et al.: Local SGD with periodic averaging: tighter analysis and adaptive
     synchronization, 2019, and the program published with it.
 
     Examples:
-        >>> rule = tfscale.GrowingInterval(start=8, growth=0.5, most=16)
+        >>> rule = tfscale.GrowingInterval(initial=8, growth=0.5, maximum=16)
         >>> exchange = tfscale.LocalSGD(groups=2, interval=rule)
         >>> exchange.first_interval
         8
     """
 
-    start: int = 8
+    initial: int = 8
     growth: float = 0.1
-    most: int = 64
+    maximum: int = 64
 
     def __post_init__(self) -> None:
-        if not (is_count(self.start) and self.most >= self.start and self.growth > 0):
+        if not (is_count(self.initial) and self.maximum >= self.initial and self.growth > 0):
             raise ConfigError(
-                "GrowingInterval needs most >= start >= 1 and growth > 0. Received: "
-                f"start={self.start}, growth={self.growth}, most={self.most}."
+                "GrowingInterval needs maximum >= initial >= 1 and growth > 0. Received: "
+                f"initial={self.initial}, growth={self.growth}, maximum={self.maximum}."
             )
 
     @property
-    def least(self) -> int:
+    def minimum(self) -> int:
         """Lower bound of the interval."""
-        return self.start
+        return self.initial
 
 
 @dataclass(frozen=True)
 class DistanceGuard:
-    """Averages when the groups' models are too far from the last average, or after `most` steps.
+    """Averages when the groups' models are too far from the last average, or after `maximum` steps.
 
     The distance is the mean over groups of `||W_i - last average||`, which is no less than the
     distance D from the coming average ([L] eq. 9). Measuring it sends one number per group.
 
     Attributes:
         limit: Largest distance without an average, more than 0.
-        most: Largest number of steps between two averages.
+        maximum: Largest number of steps between two averages.
         every: Steps between two measurements.
 
     Examples:
-        >>> rule = tfscale.DistanceGuard(limit=0.5, most=32)
+        >>> rule = tfscale.DistanceGuard(limit=0.5, maximum=32)
         >>> exchange = tfscale.LocalSGD(groups=2, interval=rule)
         >>> exchange.first_interval, exchange.least_interval  # steps between averages
         (32, 1)
     """
 
     limit: float
-    most: int = 64
+    maximum: int = 64
     every: int = 1
 
     def __post_init__(self) -> None:
-        if not (self.limit > 0 and is_count(self.most) and is_count(self.every)):
+        if not (self.limit > 0 and is_count(self.maximum) and is_count(self.every)):
             raise ConfigError(
-                "DistanceGuard needs limit > 0, most >= 1 and every >= 1. Received: "
-                f"limit={self.limit}, most={self.most}, every={self.every}."
+                "DistanceGuard needs limit > 0, maximum >= 1 and every >= 1. Received: "
+                f"limit={self.limit}, maximum={self.maximum}, every={self.every}."
             )
 
     @property
-    def start(self) -> int:
+    def initial(self) -> int:
         """Steps between two averages if the distance stays below the limit."""
-        return self.most
+        return self.maximum
 
     @property
-    def least(self) -> int:
+    def minimum(self) -> int:
         """Lower bound of the interval."""
         return self.every
 

@@ -109,25 +109,27 @@ class OverlappedAverage(GroupAverage):
         buckets = messages_of(targets)
         parts = (by_device(bucket, lambda i: device_of(targets[i])) for bucket in buckets)
         for bucket in chain(*parts):
-            own = [raw_variable(targets[i]) for i in bucket]
-            sent = tf.zeros([sum(v.shape.num_elements() for v in own)], own[0].dtype)
+            bucket_variables = [raw_variable(targets[i]) for i in bucket]
+            sent = tf.zeros(
+                [sum(v.shape.num_elements() for v in bucket_variables)], bucket_variables[0].dtype
+            )
             both = (sent, self._compression.compress(sent)[0])
             copies = [tf.Variable(vector, trainable=False) for vector in both]
             numbers = [places[i] for i in bucket]
             common = [self._common[i] for i in numbers if self._common]
-            messages.append(Message(numbers, own, common, *copies))
+            messages.append(Message(numbers, bucket_variables, common, *copies))
         return Fragment(messages, outer, tf.Variable(_NOTHING, dtype=tf.int64, trainable=False))
 
     @property
     def variables(self) -> list[Any]:
         """State that an exact resume needs. Waits for what is on its way."""
-        own: list[Any] = [self.overlap, self.steps_per_average, self._has_report]
-        own += [self._squares, self._reported]
+        state: list[Any] = [self.overlap, self.steps_per_average, self._has_report]
+        state += [self._squares, self._reported]
         for fragment in self.fragments:
-            own.append(fragment.left)
-            own += [vector for m in fragment.messages for vector in (m.sent, m.means)]
-        self._await(own)
-        return [*super().variables, *own]
+            state.append(fragment.left)
+            state += [vector for m in fragment.messages for vector in (m.sent, m.means)]
+        self._await(state)
+        return [*super().variables, *state]
 
     # In the traced step
 
@@ -267,8 +269,8 @@ def _fragment_of(variables: Sequence[keras.Variable], n_fragments: int) -> dict[
     sizes = [0] * n_fragments
     numbers: dict[str, int] = {}
     for places in layers_of([variable.path for variable in variables]):
-        own = [variables[i] for i in places]
+        layer_variables = [variables[i] for i in places]
         smallest = sizes.index(min(sizes))
-        sizes[smallest] += n_bytes(own)
-        numbers |= {variable.path: smallest for variable in own}
+        sizes[smallest] += n_bytes(layer_variables)
+        numbers |= {variable.path: smallest for variable in layer_variables}
     return numbers

@@ -94,8 +94,8 @@ class LocalSGD(Exchange):
         require(fits, "outer", "a Keras optimizer or None", self.outer)
         if self.average == "gradients" and self.outer is not None:
             raise ConfigError(
-                "An outer optimizer works on averaged parameters. Received: average='gradients' "
-                "and outer. Leave one out."
+                "outer needs average='parameters'. Received: average='gradients' and outer. "
+                "Leave one out."
             )
         self._require_overlap()
 
@@ -110,13 +110,13 @@ class LocalSGD(Exchange):
     def least_interval(self) -> int:
         """The smallest number of steps between two averages."""
         interval = self.interval
-        return interval.least if isinstance(interval, IntervalRule) else int(interval)
+        return interval.minimum if isinstance(interval, IntervalRule) else int(interval)
 
     @property
     def first_interval(self) -> int:
         """Steps before the first average, unless a `DistanceGuard` asks for it earlier."""
         interval = self.interval
-        return interval.start if isinstance(interval, IntervalRule) else int(interval)
+        return interval.initial if isinstance(interval, IntervalRule) else int(interval)
 
     @property
     def first_overlap(self) -> int:
@@ -135,13 +135,13 @@ class LocalSGD(Exchange):
         require(fits, "merge", "None, or a number in [0, 1) together with overlap", self.merge)
         if self.is_overlapped and isinstance(self.interval, DistanceGuard):
             raise ConfigError(
-                "Averages that overlap with training are sent at fixed steps. Received: "
-                f"interval={self.interval}, fragments={self.fragments}, overlap={self.overlap!r}. "
-                "Use fragments=1 and overlap=0, or another interval."
+                "interval must not be a DistanceGuard with overlap. Received: "
+                f"interval={self.interval}, fragments={self.fragments}, "
+                f"overlap={self.overlap!r}. Use fragments=1 and overlap=0, or another interval."
             )
         if self.is_overlapped and (self.average == "gradients" or self.average_state):
             raise ConfigError(
-                "Averages that overlap with training are of parameters. Received: "
+                "overlap and fragments need averages of parameters. Received: "
                 f"average={self.average!r}, average_state={self.average_state}, "
                 f"fragments={self.fragments}, overlap={self.overlap!r}. Use fragments=1 and "
                 "overlap=0, or average='parameters' without average_state."
@@ -155,9 +155,9 @@ class LocalSGD(Exchange):
             if list(local_ranks) != [rank % (size // n) for rank in range(size)]:
                 # A rank averages its segment with the ranks in its place in other groups.
                 raise ConfigError(
-                    "Groups of hosts need equally many ranks on each, started host by host. "
-                    f"Received: groups='host' and local ranks {list(local_ranks)}, in rank order. "
-                    "Start the same number of ranks on each host, or pass a number of groups."
+                    "groups='host' needs as many ranks on each, started host by host. Received: "
+                    f"groups='host' and local ranks {list(local_ranks)}, in rank order. Start "
+                    "the same number of ranks on each host, or pass a number of groups."
                 )
         if size % n:
             raise ConfigError(
@@ -166,24 +166,22 @@ class LocalSGD(Exchange):
         m = size // n
         return [list(range(i * m, (i + 1) * m)) for i in range(n)]
 
-    def refuse(self, options: GradientOptions, nonfinite: str, given: str) -> None:
+    def refuse(self, options: GradientOptions, nonfinite: str, where: str) -> None:
         """Raise a ConfigError for what averages do not allow; see `Exchange.refuse`."""
         if self.is_overlapped:
             refuse_quantized(options.compression, "LocalSGD with fragments or overlap")
-        refuse_low_rank(options.compression, given)
+        refuse_low_rank(options.compression, where)
         if nonfinite == "skip" and self.average == "gradients":
             raise ConfigError(
-                "Local SGD that averages gradients adds up those of all steps. Received: "
-                "nonfinite='skip' with LocalSGD(average='gradients'). Use nonfinite='raise', or "
-                "average='parameters'."
+                "nonfinite='skip' excludes average='gradients'. Received: nonfinite='skip' with "
+                "LocalSGD(average='gradients'). Use nonfinite='raise', or average='parameters'."
             )
 
     def form_groups(self, process_set: ProcessSet) -> Groups:
         """Form groups of all ranks, which train apart from `start` on. Collective."""
         if process_set is not global_process_set:
             raise ConfigError(
-                f"Local SGD forms groups of all ranks. Received: {process_set!r}. "
-                "Leave process_set out."
+                f"process_set must be all ranks. Received: {process_set!r}. Leave process_set out."
             )
         groups = Groups(self, self.members(local_ranks()))
         return groups.apart() if self.start == "immediately" else groups
@@ -199,6 +197,6 @@ class LocalSGD(Exchange):
     def whole(self) -> Exchange:
         """Raise a ConfigError: averaging follows updates, which a tape does not make."""
         raise ConfigError(
-            "Local SGD averages parameters after updates. Received: exchange=LocalSGD for a tape. "
-            "Use DistributedOptimizer."
+            "exchange=LocalSGD cannot serve a tape. Received: exchange=LocalSGD for a tape. Use "
+            "DistributedOptimizer."
         )

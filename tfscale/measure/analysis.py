@@ -137,15 +137,17 @@ def analyse(
     ordered = sorted((s for s in slots if s.key.slot >= 0), key=lambda s: s.ended)
     seen = Intervals(busy.parts)
     pieces = {s.key: seen.add(s.posted, s.ended) for s in ordered if s.ended <= step_end}
-    charged = Intervals(merged(part for own in pieces.values() for part in own))
+    charged = Intervals(merged(part for slot_pieces in pieces.values() for part in slot_pieces))
     results = []
     for slot in ordered:
-        own = pieces.get(slot.key, [])
-        t_b = length(own)
+        slot_pieces = pieces.get(slot.key, [])
+        t_b = length(slot_pieces)
         hidden = length(charged.add(slot.started, slot.ended))
         last = max((slowest or {}).get(slot.key, slot.started), slot.started)
         waiting = length(
-            (max(b, slot.started), min(e, last)) for b, e in own if b < last and e > slot.started
+            (max(b, slot.started), min(e, last))
+            for b, e in slot_pieces
+            if b < last and e > slot.started
         )
         results.append(SlotTimes(slot, t_b + hidden, t_b, waiting, lead=last - slot.started))
     return results
@@ -257,20 +259,22 @@ def events_within(events: np.ndarray, windows: Sequence[Window]) -> np.ndarray:
 
 def slots_by_step(record: RankRecord) -> dict[int, list[Slot]]:
     """Return the collectives posted within each window, in the order of posting."""
-    found: dict[int, list[Slot]] = {window.step: [] for window in record.windows}
+    slots_of: dict[int, list[Slot]] = {window.step: [] for window in record.windows}
     if record.events is None:
-        return found
+        return slots_of
     events = np.sort(record.events, order=["posted_ns", "slot"])
     events = events[events["slot"] > INPUT_SLOT]
     columns = [events[name].tolist() for name in _COLUMNS]
     repeats: dict[tuple[int, int, int], int] = defaultdict(int)
     places = _window_of(events, record.windows).tolist()
-    for place, plan, slot, *times in zip(places, *columns, strict=True):
-        if place >= 0:
-            repeat = repeats[place, plan, slot]
-            repeats[place, plan, slot] += 1
-            found[record.windows[place].step].append(Slot(Key(plan, slot, repeat), *times))
-    return found
+    for window_index, plan, slot, *times in zip(places, *columns, strict=True):
+        if window_index >= 0:
+            repeat = repeats[window_index, plan, slot]
+            repeats[window_index, plan, slot] += 1
+            slots_of[record.windows[window_index].step].append(
+                Slot(Key(plan, slot, repeat), *times)
+            )
+    return slots_of
 
 
 class Waits(NamedTuple):
@@ -328,33 +332,33 @@ def starts_of(record: RankRecord) -> Starts:
     }
 
 
-def merge_starts(every: Sequence[Starts]) -> Starts:
+def merge_starts(starts_by_rank: Sequence[Starts]) -> Starts:
     """Return the latest start of each slot of each step, given those of every rank."""
     latest: Starts = {}
-    for starts in every:
+    for starts in starts_by_rank:
         for key, started in starts.items():
             latest[key] = max(started, latest.get(key, started))
     return latest
 
 
 def rows(
-    place: Mapping[str, int], record: RankRecord, slowest: Starts, origin_ns: int
+    labels: Mapping[str, int], record: RankRecord, slowest: Starts, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the report's lines of an epoch and rank, times in seconds since `origin_ns`.
 
-    There is a line of kind "step" per step, followed by one of kind "slot" per collective. `place`
+    There is a line of kind "step" per step, followed by one of kind "slot" per collective. `labels`
     has the numbers of the epoch and the rank.
     """
     slots = slots_by_step(record)
     for window in record.windows:
-        own = slots[window.step]
-        shared = {slot.key: _shared_key(window.step, slot.key, record.names) for slot in own}
+        step_slots = slots[window.step]
+        shared = {slot.key: _shared_key(window.step, slot.key, record.names) for slot in step_slots}
         latest = {key: slowest[name] for key, name in shared.items() if name in slowest}
         waits = find_waits(record, window)
-        marked = find_busy(own, record.before, window.begin).parts
+        marked = find_busy(step_slots, record.before, window.begin).parts
         busy = Intervals(merged([*marked, *waits.input, *waits.forward]))
-        times = analyse(own, busy, latest, window.end)
-        where = {**place, "step": window.step}
+        times = analyse(step_slots, busy, latest, window.end)
+        where = {**labels, "step": window.step}
         row = {"kind": "step", **where, **_step(window, record, times, waits, origin_ns)}
         if record.events is not None:
             parts = {"busy_s": busy.parts, "input_at_s": waits.input, "forward_at_s": waits.forward}

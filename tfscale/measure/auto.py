@@ -90,13 +90,13 @@ class FirstChunkWatch(Watch):
             yield None
 
 
-def _best_first_chunk(strategy: Chunked, found: layer_times.LayerMeasurement) -> int:
+def _best_first_chunk(strategy: Chunked, measurement: layer_times.LayerMeasurement) -> int:
     layers = [
         Layer(path, ((f"{path}/gradients", n_bytes // BYTES_PER_VALUE),))
-        for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
+        for path, n_bytes in zip(measurement.layers, measurement.n_bytes, strict=True)
     ]
     table, size = LayerTable("measured", tuple(layers)), runtime.size()
-    machine = layer_times.measured_machine(table, found, size, 1, None)
+    machine = layer_times.measured_machine(table, measurement, size, 1, None)
     chunks = strategy.chunks if isinstance(strategy.chunks, int) else 2
     first = best_first_chunk(Scenario(table, machine, size, size), chunks)
     speed = machine.bytes_per_s / 1e6, machine.latency_s * 1e6
@@ -126,18 +126,22 @@ def table_of(model: keras.Model) -> LayerTable:
         table = read_layers(model)
     except Exception as error:  # of any type: a user's model is called with symbolic inputs
         logger.info("Dense layers send weight gradients: %s", error)
-        found: dict[str, list[tuple[str, int]]] = {}
+        weights_by_owner: dict[str, list[tuple[str, int]]] = {}
         for v in model.trainable_variables:
-            found.setdefault(owner_of(v.path), []).append((v.path, math.prod(v.shape)))
-        layers = [Layer(owner, tuple(weights)) for owner, weights in found.items()]
+            weights_by_owner.setdefault(owner_of(v.path), []).append((v.path, math.prod(v.shape)))
+        layers = [Layer(owner, tuple(weights)) for owner, weights in weights_by_owner.items()]
         table = LayerTable(model.name, tuple(layers))
     # The planner must not see layers that cannot gather activations and output gradients as dense.
     shared = dense.shared_weights(model)
 
     def is_dense(layer: Layer) -> bool:
-        own: Any = owners[layer.name]
+        keras_layer: Any = owners[layer.name]
         has_rows = layer.dense is not None and layer.dense[0] >= runtime.size()
-        return has_rows and own.kernel.constraint is None and not dense.why_not(own, shared)
+        return (
+            has_rows
+            and keras_layer.kernel.constraint is None
+            and not dense.why_not(keras_layer, shared)
+        )
 
     layers = [
         dataclasses.replace(x, dense=None) if x.dense and not is_dense(x) else x
@@ -162,10 +166,10 @@ def _measure(
     samples of all ranks together, if known.
     """
     table, size = table_of(model), runtime.size()
-    known, n_slots = auto.read_machine(), _n_slots(model)
-    times = None if known is None else known.layer_times.get(table.name)
-    if known is not None and times is not None and not times.misfit(table):
-        return Scenario(table, known, size, batch or size, n_slots)
+    saved_machine, n_slots = auto.read_machine(), _n_slots(model)
+    times = None if saved_machine is None else saved_machine.layer_times.get(table.name)
+    if saved_machine is not None and times is not None and not times.misfit(table):
+        return Scenario(table, saved_machine, size, batch or size, n_slots)
     if not has_events():
         logger.info("Nothing is planned: the backend records no messages. Use the engine.")
         return None
@@ -177,7 +181,7 @@ def _measure(
         logger.info("Nothing is planned: there are no two layers to exchange.")
         return None
     found = layer_times.separate(alone, together)
-    scenario = layer_times.measured_scenario(table, found, batch, known, n_slots)
+    scenario = layer_times.measured_scenario(table, found, batch, saved_machine, n_slots)
     machine = scenario.machine
     logger.info(
         "Measured: %.0f MB/s and %.0f us per message; computing runs at %.0f %% while messages "
@@ -260,17 +264,17 @@ class AutoWatch(Watch):
     ) -> Exchange:
         """Return the fastest strategy; not plain allreduce if the user set replan=False."""
         choice, plan_s = min(trials, key=lambda trial: trial[1], default=(best, plain_s))
-        words = _compare(choice, plain_s, trials)
+        comparison = _compare(choice, plain_s, trials)
         is_slower = plan_s > _SLOWER * plain_s
         is_plain = choice.is_plain or (is_slower and self._strategy.replan)
         if choice.is_plain:
-            text = f"Plain allreduce: {choice.reason}; {words}."
+            text = f"Plain allreduce: {choice.reason}; {comparison}."
         elif not is_slower:
-            text = f"The plan is kept: {choice.name}; {words}."
+            text = f"The plan is kept: {choice.name}; {comparison}."
         elif is_plain:
-            text = f"Slower than planned, plain allreduce: {words}."
+            text = f"Slower than planned, plain allreduce: {comparison}."
         else:
-            text = f"Slower, and kept as replan=False: {choice.name}; {words}."
+            text = f"Slower, and kept as replan=False: {choice.name}; {comparison}."
         logger.log(logging.WARNING if is_slower else logging.INFO, text)
         predicted = choice.plain_predicted if is_plain else choice.predicted
         name, plan = (_PLAIN, choice.plain) if is_plain else (choice.name, choice.plan)
@@ -285,9 +289,11 @@ class AutoWatch(Watch):
         return dataclasses.replace(strategy_of(scenario.table, plan, name), outcome=outcome)
 
     def _global_batch(self) -> int | None:
-        if self._strategy.global_batch is not None:
-            return self._strategy.global_batch
-        return self._data.batch_size if isinstance(self._data, GlobalBatches) else None
+        if isinstance(self._data, GlobalBatches):
+            return self._data.batch_size
+        return (
+            None if self._model is None else self._model.optimizer.bound.executor.dense.global_batch
+        )
 
     def _is_other(self, batch: int | None) -> bool:
         now = self._global_batch()
@@ -310,12 +316,12 @@ def _time(strategy: Exchange) -> Course[float]:
 def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
     """Return the promising plans, the best prediction first; plain allreduce if there are none."""
     families = [tuple(kind for kind in allowed if kind in family) for family in _FAMILIES]
-    found: dict[object, Choice] = {}
+    choice_by_plan: dict[object, Choice] = {}
     for family in dict.fromkeys(families):
         if "allreduce" in family or "sharded" in family:
             choice = choose(scenario, family)
-            found.setdefault(choice.plan, choice)
-    ordered = sorted(found.values(), key=lambda choice: choice.predicted.step_s)
+            choice_by_plan.setdefault(choice.plan, choice)
+    ordered = sorted(choice_by_plan.values(), key=lambda choice: choice.predicted.step_s)
     limit = _PROMISING * ordered[0].predicted.step_s
     better = [c for c in ordered if not c.is_plain and c.predicted.step_s <= limit]
     return better or ordered[:1]
@@ -324,12 +330,14 @@ def candidates(scenario: Scenario, allowed: Sequence[Kind]) -> list[Choice]:
 def _compare(choice: Choice, plain_s: float, trials: Sequence[Trial]) -> str:
     """Return a text that compares predicted and measured step times."""
     predicted_s = choice.plain_predicted.step_s
-    words = [f"allreduce takes {1e3 * plain_s:.2f} ms per step, predicted {1e3 * predicted_s:.2f}"]
-    words += [
+    clauses = [
+        f"allreduce takes {1e3 * plain_s:.2f} ms per step, predicted {1e3 * predicted_s:.2f}"
+    ]
+    clauses += [
         f"{tried.name} {1e3 * plan_s:.2f} ms, predicted {1e3 * tried.predicted.step_s:.2f}"
         for tried, plan_s in trials
     ]
-    return ", ".join(words)
+    return ", ".join(clauses)
 
 
 _WATCHES = {Auto: AutoWatch, Chunked: FirstChunkWatch}

@@ -75,9 +75,9 @@ def measure(
     samples = min(samples, data.samples)
     if len(sizes) < 2 or sizes[0] < 1 or sizes[-1] > samples:
         raise ConfigError(
-            "There must be two batch sizes or more, from 1 sample to the number of samples used. "
-            f"Received: batch_sizes={list(batch_sizes)}, samples={samples}. Use smaller sizes, or "
-            "more samples."
+            "batch_sizes must be two or more, from 1 sample to the number of samples used. "
+            f"Received: batch_sizes={list(batch_sizes)}, samples={samples}. Use smaller sizes, "
+            "or more samples."
         )
     read = functools.partial(read_batches, data, seed=seed, class_weight=class_weight)
     if not is_built(model):

@@ -63,16 +63,16 @@ def _draw(trained: Mapping[str, Sequence[Any]], metric: str, path: Path) -> None
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 1.4 + 0.4 * len(trained)), layout="constrained")
-    every = figure.subplots(1, len(_STEPS) + 1, sharey=True)
-    for axes, key in zip(every, (*_STEPS, "value"), strict=True):
+    panels = figure.subplots(1, len(_STEPS) + 1, sharey=True)
+    for axes, key in zip(panels, (*_STEPS, "value"), strict=True):
         for at, runs in enumerate(trained.values()):
-            own = [p[key] for p in runs]
-            axes.plot(own, [at] * len(own), "o", color=f"C{at}", alpha=0.5)
-            axes.plot(statistics.mean(own), at, "|", ms=18, color="0.2")
+            values = [p[key] for p in runs]
+            axes.plot(values, [at] * len(values), "o", color=f"C{at}", alpha=0.5)
+            axes.plot(statistics.mean(values), at, "|", ms=18, color="0.2")
         axes.set(yticks=range(len(trained)), yticklabels=list(trained))
         axes.set(xlabel=key if key in _STEPS else metric, xlim=(0 if key in _STEPS else None, None))
         axes.locator_params(axis="x", nbins=6)
         axes.grid(alpha=0.3)
-    every[0].invert_yaxis()
+    panels[0].invert_yaxis()
     figure.suptitle("Each seed, and the mean", fontsize=10)
     figure.savefig(path, dpi=120)

@@ -193,10 +193,10 @@ def draw_distances(rows: Sequence[dict[str, Any]], path: Path) -> None:
     if not rows:
         return
     steps = [row["step"] for row in rows]
-    known = [row for row in rows if row.get("layers")]
-    names = list(known[-1]["layers"]) if known else []
+    measured = [row for row in rows if row.get("layers")]
+    names = list(measured[-1]["layers"]) if measured else []
     table = np.array(  # None becomes NaN
-        [[row["layers"].get(name, 0.0) for row in known] for name in names], dtype=float
+        [[row["layers"].get(name, 0.0) for row in measured] for name in names], dtype=float
     )
     sizes = np.nan_to_num(table).max(axis=1, initial=0.0) if names else []
     largest = np.sort(np.argsort(sizes)[::-1][:_MOST_LAYERS]) if names else []
@@ -216,7 +216,7 @@ def draw_distances(rows: Sequence[dict[str, Any]], path: Path) -> None:
         positive = shown[shown > 0]
         most = positive.max(initial=0.0) or 1.0
         norm = LogNorm(positive.min(initial=most), most * 1.01)
-        edges = [row["step"] for row in known]
+        edges = [row["step"] for row in measured]
         mesh = lower.pcolormesh(edges, range(len(shown)), shown, norm=norm, shading="nearest")
         lower.set_yticks(range(len(shown)), [names[i] for i in largest], fontsize=6)
         lower.invert_yaxis()

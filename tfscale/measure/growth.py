@@ -111,20 +111,20 @@ def find_interval(thetas: Sequence[float], rule: IntervalRule) -> Finding | None
     if rule.rule == "thesis":
         return _find_unchanged(thetas, rule.tolerance, 1)
     if rule.rule == "peak":
-        found = _find_peak(thetas)
+        peak = _find_peak(thetas)
     else:
         are_usable = all(map(_is_usable, thetas[-1 - _CONFIRMATIONS :]))
-        found = _find_unchanged(thetas, rule.tolerance, _CONFIRMATIONS) if are_usable else None
+        peak = _find_unchanged(thetas, rule.tolerance, _CONFIRMATIONS) if are_usable else None
     n, low, high = len(thetas), rule.low, rule.high
-    if found is None:
+    if peak is None:
         if high is None or n < high:
             return None
         return Finding(high, f"theta still changes at epoch {n}, the largest interval")
-    interval = max(low, found.interval if high is None else min(high, found.interval))
-    if interval == found.interval:
-        return found
+    interval = max(low, peak.interval if high is None else min(high, peak.interval))
+    if interval == peak.interval:
+        return peak
     bound = "smallest" if interval == low else "largest"
-    return Finding(interval, f"{found.reason}; {interval} is the {bound} interval allowed")
+    return Finding(interval, f"{peak.reason}; {interval} is the {bound} interval allowed")
 
 
 def _is_usable(theta: float) -> bool:
@@ -194,7 +194,7 @@ def ladder(start: int, maximum: int, factor: float) -> tuple[int, ...]:
     require(factor > 1, "factor", "greater than 1", factor, "Use 2.")
     if start > maximum:
         raise ConfigError(
-            "The batch grows from start_batch_size to max_batch_size. Received: "
+            "start_batch_size must not exceed max_batch_size. Received: "
             f"start_batch_size={start}, max_batch_size={maximum}. Give GlobalBatches a smaller "
             "batch_size, or pass start_batch_size."
         )
@@ -358,7 +358,7 @@ class GrowthControl:
         """Resume where `state` was taken."""
         if list(state["sizes"]) != list(self.settings.sizes):
             raise ConfigError(
-                "A resumed run must have the same batch sizes. Received: "
+                "batch sizes must be those of the backup. Received: "
                 f"{list(self.settings.sizes)}; the backup has {list(state['sizes'])}. Pass the "
                 "same arguments, or remove the backup to start again."
             )

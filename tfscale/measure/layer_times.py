@@ -64,7 +64,7 @@ def _measure_gradients(
 ) -> dict[str, tuple[float, ...]]:
     """Return the slowest rank's `LayerTimes.gradient_s` of the large dense layers. Collective."""
     layers = [x for x in table.layers if x.dense and x.n_values >= _LEAST_VALUES]
-    found = {}
+    times_by_layer = {}
     for layer in sorted(layers, key=lambda layer: -layer.n_values)[:_MOST_LAYERS]:
         rows = global_batch * layer.rows
         timed = min(rows, max(n_ranks, _MOST_VALUES // sum(layer.dense or (1, 0))))
@@ -72,8 +72,8 @@ def _measure_gradients(
         own = _gradient_times(layer, timed, n_ranks)
         every = objects.allgather_object(own, name="times of gradients")
         slowest = np.max(every, axis=0) * rows / timed
-        found[layer.name] = (float(rows), *map(float, slowest))
-    return found
+        times_by_layer[layer.name] = (float(rows), *map(float, slowest))
+    return times_by_layer
 
 
 def _gradient_times(layer: Layer, rows: int, n_ranks: int) -> list[float]:
@@ -108,9 +108,9 @@ _MOST_OVERLAP = 10.0  # bound on the number of messages that are assumed to over
 
 def _ranks_per_host() -> int:
     """Return the number of ranks on each host; 1 if hosts have different numbers. Collective."""
-    own = min(settings().ranks_per_host or runtime.local_size(), runtime.size())
-    every = objects.allgather_object(own, name="ranks of a host")
-    return own if set(every) == {own} and runtime.size() % own == 0 else 1
+    per_host = min(settings().ranks_per_host or runtime.local_size(), runtime.size())
+    by_rank = objects.allgather_object(per_host, name="ranks of a host")
+    return per_host if set(by_rank) == {per_host} and runtime.size() % per_host == 0 else 1
 
 
 def _measure_messages(n_hosts: int) -> tuple[float, float]:
@@ -190,27 +190,27 @@ def time_layers(layers: Sequence[str]) -> Generator[None, None, LayerMeasurement
     ends = ends[UNMEASURED_STEPS - 1 :]
     events = listener.take()
     listener.close()
-    places = {path: place for place, path in enumerate(layers)}
+    places = {path: layer_index for layer_index, path in enumerate(layers)}
     read = (_read_step(events, places, *pair) for pair in pairwise(ends))
     steps = [step for step in read if step.n_bytes]
     seen = sorted(steps[0].n_bytes) if steps else []
     whole = [step for step in steps if sorted(step.n_bytes) == seen]
-    ready = [float(np.median([s.ready_s[place] for s in whole])) for place in seen]
+    ready = [float(np.median([s.ready_s[layer_index] for s in whole])) for layer_index in seen]
     times = [float(np.median(own)) for own in zip(*(s.times_s for s in whole), strict=True)]
-    n_bytes = [whole[0].n_bytes[place] for place in seen]
-    every = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
+    n_bytes = [whole[0].n_bytes[layer_index] for layer_index in seen]
+    times_by_rank = objects.allgather_object((seen, ready, times, n_bytes), name="times of layers")
     per_host = _ranks_per_host()
     messages = _measure_messages(runtime.size() // per_host)
-    if len(seen) < 2 or any(rank[0] != seen for rank in every):
+    if len(seen) < 2 or any(rank[0] != seen for rank in times_by_rank):
         return None
-    n_bytes = every[0][3]
-    before_s, after_s, step_s = map(float, np.max([rank[2][:3] for rank in every], axis=0))
-    wire_s = min(rank[2][3] for rank in every)
+    n_bytes = times_by_rank[0][3]
+    before_s, after_s, step_s = map(float, np.max([rank[2][:3] for rank in times_by_rank], axis=0))
+    wire_s = min(rank[2][3] for rank in times_by_rank)
     message_s, byte_s = fitted(messages, len(seen), sum(n_bytes), wire_s)
     return LayerMeasurement(
-        tuple(layers[place] for place in seen),
+        tuple(layers[layer_index] for layer_index in seen),
         tuple(n_bytes),
-        tuple(map(float, np.max([rank[1] for rank in every], axis=0))),
+        tuple(map(float, np.max([rank[1] for rank in times_by_rank], axis=0))),
         *(message_s, byte_s, before_s, after_s, step_s),
         ranks_per_host=per_host,
     )
@@ -233,16 +233,16 @@ def _read_step(events: np.ndarray, places: dict[str, int], begin: float, end: fl
     inside = events[(posted >= begin) & (posted <= end) & (events["slot"] >= 0)]
     for event in np.sort(inside, order="ended_ns"):
         name = runtime.backend().slot_name(int(event["plan"]), int(event["slot"]))
-        place = places.get(owner_of(name.split(" .. ")[0]))
-        if place is None:
+        layer_index = places.get(owner_of(name.split(" .. ")[0]))
+        if layer_index is None:
             continue
         began = max(int(event["started_ns"]), busy_until)
         busy_until = int(event["ended_ns"])
         wire_s += (busy_until - began) / 1e9
-        ready[place] = max(ready.get(place, 0), int(event["posted_ns"]))
-        n_bytes[place] = n_bytes.get(place, 0) + int(event["bytes"])
+        ready[layer_index] = max(ready.get(layer_index, 0), int(event["posted_ns"]))
+        n_bytes[layer_index] = n_bytes.get(layer_index, 0) + int(event["bytes"])
     first = min(ready.values(), default=0)
-    ready_s = {place: (time - first) / 1e9 for place, time in ready.items()}
+    ready_s = {layer_index: (time - first) / 1e9 for layer_index, time in ready.items()}
     times = (first - begin) / 1e9, (end - busy_until) / 1e9, (end - begin) / 1e9, wire_s
     return _Step(ready_s, n_bytes, times)
 
@@ -253,38 +253,42 @@ _FREE = 1e15  # a rate that costs nothing
 
 
 def measured_machine(
-    table: LayerTable, found: LayerMeasurement, n_ranks: int, batch: int, known: Machine | None
+    table: LayerTable,
+    measurement: LayerMeasurement,
+    n_ranks: int,
+    batch: int,
+    measured: Machine | None,
 ) -> Machine:
     """Return the machine on which a model's steps take the measured times.
 
     The forward pass is split by the operations of its layers; back-propagation before the first
     gradient counts as forward pass. Layers without measured parameters take time in the forward
-    pass only. `batch` are samples per rank, and `known` has links that were measured before.
+    pass only. `batch` are samples per rank, and `measured` has links that were measured before.
     """
     layer_of = {owner_of(name): layer for layer in table.layers for name, _ in layer.weights}
-    byte_s = found.byte_s * _bytes_per_planned(found, layer_of)
-    rate, n_hosts = 2 * share(n_ranks) / byte_s, n_ranks // found.ranks_per_host
-    machine = known or Machine(
+    byte_s = measurement.byte_s * _bytes_per_planned(measurement, layer_of)
+    rate, n_hosts = 2 * share(n_ranks) / byte_s, n_ranks // measurement.ranks_per_host
+    machine = measured or Machine(
         name="measured",
-        latency_s=found.message_s / (2 * (n_ranks - 1)),
+        latency_s=measurement.message_s / (2 * (n_ranks - 1)),
         # See `Machine.link`, which takes as long for all ranks.
         bytes_per_s=rate * share(n_hosts) / share(n_ranks) if n_hosts > 1 else rate,
         host_bytes_per_s=rate,
-        ranks_per_host=found.ranks_per_host,
+        ranks_per_host=measurement.ranks_per_host,
         reduce_bytes_per_s=_FREE,
         flops_per_s=_FREE,
-        memory_bytes_per_s=5 * BYTES_PER_VALUE * table.n_values / max(found.after_s, 1e-9),
-        compute_share=found.compute_share,
-        message_share=found.message_share,
+        memory_bytes_per_s=5 * BYTES_PER_VALUE * table.n_values / max(measurement.after_s, 1e-9),
+        compute_share=measurement.compute_share,
+        message_share=measurement.message_share,
         note=f"from the first steps of {n_ranks} ranks",
     )
     ready = {
         layer_of[path].name: time_s
-        for path, time_s in zip(found.layers, found.ready_s, strict=True)
+        for path, time_s in zip(measurement.layers, measurement.ready_s, strict=True)
         if path in layer_of
     }
     work = {x.name: x.flops + x.values + x.n_values for x in table.layers}
-    forward = {name: found.before_s * own / sum(work.values()) for name, own in work.items()}
+    forward = {name: measurement.before_s * own / sum(work.values()) for name, own in work.items()}
     backward, latest = {}, 0.0
     for layer in reversed(table.layers):
         time_s = max(ready.get(layer.name, latest), latest)
@@ -294,7 +298,7 @@ def measured_machine(
     return machine.with_times(table.name, times)
 
 
-def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
+def _bytes_per_planned(measurement: LayerMeasurement, layer_of: dict[str, Layer]) -> float:
     """Return the bytes sent per byte that the plan counts; dtype and compression change it.
 
     An embedding sends only the rows of a batch, so layers with matrix products are preferred: they
@@ -302,14 +306,14 @@ def _bytes_per_planned(found: LayerMeasurement, layer_of: dict[str, Layer]) -> f
     """
     ratios = [
         (layer.flops > 0, n_bytes / (BYTES_PER_VALUE * layer.n_values))
-        for path, n_bytes in zip(found.layers, found.n_bytes, strict=True)
+        for path, n_bytes in zip(measurement.layers, measurement.n_bytes, strict=True)
         if (layer := layer_of.get(path)) and layer.n_values
     ]
     whole = [ratio for is_product, ratio in ratios if is_product]
     return float(np.median(whole or [ratio for _, ratio in ratios] or [1.0]))
 
 
-def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
+def calibrated(scenario: Scenario, measurement: LayerMeasurement) -> Scenario:
     """Return a scenario whose simulated steps, exchanged by layer, take the measured time.
 
     Time that the simulation does not model (data input, ranks that wait for each other, shared
@@ -317,7 +321,7 @@ def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
     """
     expected_s = simulate(scenario, bucketed(scenario.table, None)).step_s
     times = scenario.machine.layer_times[scenario.table.name]
-    rest_s = times.rest_s + max(0.0, found.step_s - expected_s)
+    rest_s = times.rest_s + max(0.0, measurement.step_s - expected_s)
     times = dataclasses.replace(times, rest_s=rest_s)
     machine = scenario.machine.with_times(scenario.table.name, times)
     return dataclasses.replace(scenario, machine=machine)
@@ -325,25 +329,25 @@ def calibrated(scenario: Scenario, found: LayerMeasurement) -> Scenario:
 
 def measured_scenario(
     table: LayerTable,
-    found: LayerMeasurement,
+    measurement: LayerMeasurement,
     batch: int | None,
-    known: Machine | None,
+    measured: Machine | None,
     n_slots: int = 1,
 ) -> Scenario:
     """Return the scenario to plan, with times of updates and of dense layers. Collective.
 
     `batch` are samples of all ranks together, if known: only then dense layers may exchange
-    activations. `known` has links that were measured before.
+    activations. `measured` has links that were measured before.
     """
     n_ranks = runtime.size()
     samples = batch or n_ranks
-    machine = measured_machine(table, found, n_ranks, max(1, samples // n_ranks), known)
-    if known is None:
+    machine = measured_machine(table, measurement, n_ranks, max(1, samples // n_ranks), measured)
+    if measured is None:
         machine = dataclasses.replace(machine, memory_bytes_per_s=_measure_memory())
     gradients = _measure_gradients(table, n_ranks, samples) if batch else {}
     times = dataclasses.replace(machine.layer_times[table.name], gradient_s=gradients)
     machine = machine.with_times(table.name, times)
-    return calibrated(Scenario(table, machine, n_ranks, samples, n_slots), found)
+    return calibrated(Scenario(table, machine, n_ranks, samples, n_slots), measurement)
 
 
 _LEAST_COMPUTE_SHARE = 0.1

@@ -31,7 +31,7 @@ def find_model(name: str | None, file: str | None) -> keras.Model:
         model = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, ValueError, OSError) as error:
         raise ConfigError(
-            f"A model must be a saved file or module:function. Received: {file or name} ({error})."
+            f"model must be a saved file or module:function. Received: {file or name} ({error})."
         ) from error
     if not isinstance(model, keras.Model):
         raise ConfigError(f"{name} must return a Keras model. Received: {type(model).__name__}.")
@@ -81,15 +81,15 @@ def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> A
         )
 
     def fix(tensor: Any) -> Any:
-        own = tuple(tensor.shape)[1:]
-        if input_shape is not None and None in own:
-            own = tuple(input_shape)
-        if None in own:
+        shape = tuple(tensor.shape)[1:]
+        if input_shape is not None and None in shape:
+            shape = tuple(input_shape)
+        if None in shape:
             raise ConfigError(
-                f"The shape of a sample must be known. Received: {tensor.shape} as input of "
+                f"--input-shape must be given. Received: {tensor.shape} as input of "
                 f"{model.name}. Pass --input-shape, for example --input-shape 48,48,3."
             )
-        return tf.TensorSpec((1, *own), tensor.dtype)
+        return tf.TensorSpec((1, *shape), tensor.dtype)
 
     return keras.tree.map_structure(fix, structure)
 
@@ -100,14 +100,14 @@ def _leaves(model: keras.Model) -> list[Any]:
     A recurrent layer counts as one: the number of times its cell is called during tracing is not
     the number of steps of its loop.
     """
-    every = layers_of(model)[1:]
-    loops = [x for x in every if isinstance(x, keras.layers.RNN)]
+    layers = layers_of(model)[1:]
+    loops = [x for x in layers if isinstance(x, keras.layers.RNN)]
     cells = {id(cell) for loop in loops for cell in layers_of(loop)[1:]}
 
     def is_leaf(layer: Any) -> bool:
         return not any(isinstance(x, keras.Layer) for x in layers_of(layer)[1:])
 
-    return [x for x in every if id(x) not in cells and (x in loops or is_leaf(x))]
+    return [x for x in layers if id(x) not in cells and (x in loops or is_leaf(x))]
 
 
 def _layer(layer: Any, before: Any, after: Any) -> Layer:

@@ -36,9 +36,9 @@ def _commit(root: Path = _ROOT) -> str:
     if not (root / "custom_ops").is_dir():  # an installed package, perhaps in another repository
         return "no checkout"
 
-    def git(*words: str) -> str:
+    def git(*arguments: str) -> str:
         try:
-            result = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True)
+            result = subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True)
         except OSError:  # no git here
             return ""
         return result.stdout.strip()

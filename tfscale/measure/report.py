@@ -23,14 +23,14 @@ def read_rows(directory: str | Path) -> list[Row]:
     path = Path(directory) / FILE_NAME
     if not path.is_file():
         raise ConfigError(
-            f"A folder with {FILE_NAME} is needed. Received: {directory}. Train with "
+            f"directory must hold {FILE_NAME}. Received: {directory}. Train with "
             "tfscale.callbacks.CommunicationReport(directory) first."
         )
     rows = [row for row in read_json_lines(path) if isinstance(row, dict) and "kind" in row]
     if not any(row["kind"] == "step" for row in rows):
         raise ConfigError(
-            f"A run must have recorded a step. Received: none in {path}. Choose a smaller "
-            "every_n_steps; the first step of a fit is never recorded."
+            f"No step was recorded. Received: none in {path}. Choose a smaller every_n_steps; "
+            "the first step of a fit is never recorded."
         )
     return rows
 
@@ -109,12 +109,12 @@ _TIMES = (*("step_s", "input_s", "compute_s", "forward_wait_s", "exposed_s", "wa
 def _ranks_grid(steps: Sequence[Row]) -> list[str]:
     head = ["rank", "step", "input", "compute", "forward", "exposed", "waiting", "communication"]
     body = []
-    for rank, own in [*_ranks(steps), ("all", list(steps))]:
-        blocked_s = sum(s["exposed_s"] + s.get("forward_wait_s", 0.0) for s in own)
-        total_s = sum(s["t_c_s"] for s in own)
+    for rank, rank_steps in [*_ranks(steps), ("all", list(steps))]:
+        blocked_s = sum(s["exposed_s"] + s.get("forward_wait_s", 0.0) for s in rank_steps)
+        total_s = sum(s["t_c_s"] for s in rank_steps)
         share = overlap_percent(total_s, min(blocked_s, total_s))
-        times = [_ms(_median(own, name)) for name in _TIMES]
-        n_bytes = statistics.median(s["bytes"] / s["n_steps"] for s in own)
+        times = [_ms(_median(rank_steps, name)) for name in _TIMES]
+        n_bytes = statistics.median(s["bytes"] / s["n_steps"] for s in rank_steps)
         shown = "-" if share is None else f"{share:.1f}"
         body.append([rank, *times, shown, f"{n_bytes / 1e6:.2f}"])
     return grid([*head, "R %", "MB"], body)
@@ -127,11 +127,11 @@ def _slots_grid(slots: Sequence[Row]) -> list[str]:
     ordered = sorted(groups.items(), key=lambda g: -statistics.median(s["t_b_s"] for s in g[1]))
     head = ["slot", "name", "KB", "took", "T_c", "T_b", "waiting", "lead"]
     body = []
-    for (plan, slot, name), own in ordered[:_N_SLOTS]:
-        took = statistics.median(s["ended_s"] - s["started_s"] for s in own)
+    for (plan, slot, name), slot_rows in ordered[:_N_SLOTS]:
+        took = statistics.median(s["ended_s"] - s["started_s"] for s in slot_rows)
         names = ("t_c_s", "t_b_s", "waiting_s", "lead_s")
-        times = [_ms(took), *(_ms(statistics.median(s[key] for s in own)) for key in names)]
-        n_bytes = statistics.median(s["bytes"] for s in own)
+        times = [_ms(took), *(_ms(statistics.median(s[key] for s in slot_rows)) for key in names)]
+        n_bytes = statistics.median(s["bytes"] for s in slot_rows)
         body.append([f"{plan}.{slot}", name, f"{n_bytes / 1e3:.1f}", *times])
     return grid(head, body)
 
@@ -182,9 +182,9 @@ def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
     return middle["epoch"], middle["step"]
 
 
-def draw_step(axes: Any, rows: Sequence[Row], place: tuple[int, int]) -> None:
-    """Draw a step (`place`: epoch, step) of all ranks: a row of computation, one per collective."""
-    chosen = [r for r in rows if (r.get("epoch"), r.get("step")) == place]
+def draw_step(axes: Any, rows: Sequence[Row], epoch_and_step: tuple[int, int]) -> None:
+    """Draw a step (`epoch_and_step`) of all ranks: a row of computation, one per collective."""
+    chosen = [r for r in rows if (r.get("epoch"), r.get("step")) == epoch_and_step]
     steps = [s for s in of_kind(chosen, "step") if s["rank"] < _MAX_RANKS]
     origin = min(step["begin_s"] for step in steps)
     position, ticks = 0.0, []
@@ -199,7 +199,7 @@ def draw_step(axes: Any, rows: Sequence[Row], place: tuple[int, int]) -> None:
             ticks.append((position, f"{_short(slot['name'])}, {_size(slot['bytes'])}"))
         position -= 1.6
     axes.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
-    axes.set_xlabel(f"ms since the begin of step {place[1]} of epoch {place[0]}")
+    axes.set_xlabel(f"ms since the begin of step {epoch_and_step[1]} of epoch {epoch_and_step[0]}")
     axes.grid(axis="x", alpha=0.3)
     _legend(axes)
 
@@ -269,9 +269,9 @@ def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:
 
 
 def _draw_step_times(axes: Any, steps: Sequence[Row]) -> None:
-    for rank, own in _ranks(steps)[:_MAX_RANKS]:
-        times = [1e3 * s["step_s"] / s["n_steps"] for s in own]
-        axes.plot(range(len(own)), times, lw=1, label=f"rank {rank}")
+    for rank, rank_steps in _ranks(steps)[:_MAX_RANKS]:
+        times = [1e3 * s["step_s"] / s["n_steps"] for s in rank_steps]
+        axes.plot(range(len(rank_steps)), times, lw=1, label=f"rank {rank}")
     axes.set(ylim=(0, None), xlabel="recorded step", ylabel="ms per step")
     axes.legend(fontsize=7)
 

@@ -72,9 +72,9 @@ def _draw(rows: Sequence[Row], path: Path) -> None:
     names = [name for name, n in counts.items() if n > (name == "batch_size")]
     figure = Figure(figsize=(3.6 * len(names), 3.4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        known = [(row["update"], row[name]) for row in rows if row.get(name) is not None]
+        points = [(row["update"], row[name]) for row in rows if row.get(name) is not None]
         axes.plot(
-            *zip(*known, strict=True), lw=1.2, drawstyle="steps-post" if "size" in name else None
+            *zip(*points, strict=True), lw=1.2, drawstyle="steps-post" if "size" in name else None
         )
         axes.set(xlabel="Update", title=shown[name])
         axes.title.set_fontsize(9)

@@ -50,8 +50,8 @@ def _require_own(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ExchangeError(
-            "The cache of compiled libraries must be the user's own with mode 0700, since code is "
-            f"loaded from it. Received: {folder} of user id {status.st_uid} with mode "
+            f"{folder} must be the user's own with mode 0700, since compiled libraries are "
+            f"loaded from it. Received: user id {status.st_uid}, mode "
             f"{stat.S_IMODE(status.st_mode):04o}. Remove it (rm -r {folder}), or set "
             "XDG_CACHE_HOME to a folder of your own."
         )
@@ -118,9 +118,9 @@ def _find_toolchain(kind: str) -> compiler.Toolchain:
         raise BuildError(f"{error} {_older_instead(version)}") from error
     if not _is_of(kind, toolchain.mpi):
         raise BuildError(
-            "The library must be compiled with the MPI that starts the ranks. Received: a launcher "
-            f"of {kind}, and {toolchain.mpicxx} of {toolchain.mpi}. Put the folder of one MPI "
-            "first on PATH, or choose: tfscale build --mpicxx PATH."
+            f"mpicxx and the launcher must be of one MPI. Received: a launcher of {kind}, and "
+            f"{toolchain.mpicxx} of {toolchain.mpi}. Put the folder of one MPI first on PATH, or "
+            "choose: tfscale build --mpicxx PATH."
         )
     return toolchain
 
@@ -177,16 +177,16 @@ def prepare_library(kind: str = "", who: str = "", is_packaged: bool = True) -> 
         ExchangeError: The cache is not writable, or others may write to it.
     """
     try:
-        found = find_library(kind) if is_packaged else find_cached(kind)
-        if found is not None:
-            return found
+        path = find_library(kind) if is_packaged else find_cached(kind)
+        if path is not None:
+            return path
         toolchain = _find_toolchain(kind)
         return _compile_once(compiler.identity(compiler.require_tensorflow(), toolchain), who)
     except OSError as error:
         raise ExchangeError(
-            "The library is compiled into the user's cache, which must be writable. Received: "
-            f"{error}. Set XDG_CACHE_HOME to a folder of your own, or compile the library into the "
-            "package: tfscale build."
+            f"Could not write the library into the user's cache. Received: {error}. Set "
+            "XDG_CACHE_HOME to a folder of your own, or compile the library into the package: "
+            "tfscale build."
         ) from error
 
 
@@ -282,13 +282,13 @@ class Cached:
 
 def cached_libraries() -> list[Cached]:
     """Return the libraries of the user's cache, the newest first."""
-    found = []
+    libraries = []
     for path in cache_folder().glob(f"*/{compiler.LIBRARY_NAME}"):
         stamp = compiler.read_stamp(path.parent)
         if stamp is not None and not path.parent.name.startswith(_UNFINISHED):
             status = path.stat()
-            found.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
-    return [one for _, one in sorted(found, key=lambda pair: -pair[0])]
+            libraries.append((status.st_mtime, Cached(path.parent.name, stamp, status.st_size)))
+    return [one for _, one in sorted(libraries, key=lambda pair: -pair[0])]
 
 
 def damaged_folders() -> list[Path]:

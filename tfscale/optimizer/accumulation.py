@@ -32,14 +32,15 @@ class _Cycle:
             ]
 
     def require_same(self, gradients: Sequence[Any]) -> None:
-        given = [g is not None for g in gradients]
-        if given == self.has_gradient:
+        has_gradient = [g is not None for g in gradients]
+        if has_gradient == self.has_gradient:
             return
-        i = next(i for i, had in enumerate(self.has_gradient) if had != given[i])
+        i = next(i for i, had in enumerate(self.has_gradient) if had != has_gradient[i])
         raise ConfigError(
-            "With backward_passes_per_step all batches must have gradients of the same variables. "
-            f"Received: {'a' if given[i] else 'no'} gradient of {name_of(self.variables[i])}, "
-            "unlike the first batch. Let all layers take part in the loss of each batch."
+            "backward_passes_per_step needs gradients of the same variables in all batches. "
+            f"Received: {'a' if has_gradient[i] else 'no'} gradient of "
+            f"{name_of(self.variables[i])}, unlike the first batch. Let all layers take part in "
+            "the loss of each batch."
         )
 
     def drop(self, passes: int) -> int:
@@ -176,9 +177,8 @@ def refuse_accumulating(rule: Any) -> None:
     steps = rule.gradient_accumulation_steps
     if steps:
         raise ConfigError(
-            "Gradients are added up before they are sent (backward_passes_per_step) or after it "
-            f"(Keras's gradient_accumulation_steps). Received: both, the latter {steps}. Multiply "
-            "backward_passes_per_step by it and leave it out."
+            "backward_passes_per_step excludes Keras's gradient_accumulation_steps. Received: "
+            f"both, the latter {steps}. Multiply backward_passes_per_step by it and leave it out."
         )
 
 
@@ -186,7 +186,7 @@ def refuse_replicated(exchange: Exchange) -> None:
     """Raise a ConfigError if dense layers would exchange activations in every pass."""
     if exchange.needs_prepared:
         raise ConfigError(
-            "Dense layers exchange activations in every backward pass. Received: "
+            "backward_passes_per_step must be 1 with this exchange. Received: "
             f"backward_passes_per_step with {exchange}. Use Chunked(replicated_dense=0) or "
             "Sharded(dense='weights')."
         )

@@ -281,7 +281,7 @@ class Bound:
         is_local = any(map(self.executor.is_local, variables))
         if rule.global_clipnorm and self.process_set.size() > 1 and is_local:
             raise ConfigError(
-                "A norm over all gradients must be equal on all ranks. Received: "
+                "global_clipnorm needs equal gradients on all ranks. Received: "
                 f"global_clipnorm={rule.global_clipnorm} with local layers or variables. Use "
                 "clipnorm, which looks at each gradient by itself."
             )
@@ -304,9 +304,9 @@ class Bound:
             # Otherwise outdated values would overwrite the parts of another optimizer.
             if futures.assignment_hook(variable) != shards.refresh:
                 raise ConfigError(
-                    "Sharded optimizers must be built on variables of their own. Received: two "
-                    f"for {variable.path}. Call build(variables) on each, before tfscale.prepare "
-                    "and fit, or give all but one exchange='allreduce'."
+                    f"{variable.path} must belong to one sharded optimizer. Received: two. Call "
+                    "build(variables) on each, before tfscale.prepare and fit, or give all but "
+                    "one exchange='allreduce'."
                 )
         self.executor.publish(updated, waits=self.waits)
 

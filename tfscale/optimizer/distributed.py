@@ -350,9 +350,9 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         if self._ready().is_cut:  # shards do not handle a loss scale
             if self._self_bound.groups is not None:
                 raise ConfigError(
-                    "Local SGD needs loss scaling inside when it is built. Received: an optimizer "
-                    "that was built before tfscale.prepare(model). Write DistributedOptimizer("
-                    "LossScaleOptimizer(...))."
+                    "LocalSGD needs loss scaling inside when it is built. Received: an "
+                    "optimizer that was built before tfscale.prepare(model). Write "
+                    "DistributedOptimizer(LossScaleOptimizer(...))."
                 )
             self.undo_shards()
         inner = self.__wrapped__
@@ -470,8 +470,8 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         is_open = restores and not self.__wrapped__.built
         if is_open and runtime.is_initialized() and self.shares_state:
             raise ConfigError(
-                "A checkpoint must be restored into a sharded optimizer after it is built, or "
-                f"its state would be lost. Received: {self.__wrapped__.name}, not built. Call "
+                "optimizer must be built, being sharded, before it is restored, or its state "
+                f"would be lost. Received: {self.__wrapped__.name}, not built. Call "
                 "tfscale.prepare(model), or optimizer.build(variables), before restoring."
             )
         return self.__wrapped__
@@ -618,16 +618,16 @@ def passes_per_update(model: keras.Model) -> int:
 
     More than 1 with `backward_passes_per_step` or Keras's `gradient_accumulation_steps`.
     """
-    own = [accumulator.passes for accumulator in accumulators(model)]
+    passes = [accumulator.passes for accumulator in accumulators(model)]
     rules = map(internals.update_rule, internals.optimizers_of(model))
-    return max([1, *own, *(rule.gradient_accumulation_steps or 1 for rule in rules)])
+    return max([1, *passes, *(rule.gradient_accumulation_steps or 1 for rule in rules)])
 
 
 def _check(optimizer: Any, passes: int) -> None:
     if distributed_of(optimizer) is not None:
         raise ConfigError(
-            "An optimizer must be wrapped once. Received: a DistributedOptimizer. "
-            "Pass the Keras optimizer itself."
+            "optimizer must be wrapped once. Received: a DistributedOptimizer. Pass the Keras "
+            "optimizer itself."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(

@@ -21,7 +21,7 @@ HINT = (
 
 
 def gather(
-    own: dict[str, Any],
+    of_rank: dict[str, Any],
     callbacks: Sequence[str] | None,
     process_set: ProcessSet = global_process_set,
 ) -> list[dict[str, Any]]:
@@ -32,14 +32,14 @@ def gather(
     differ in this find each other: an ExchangeError.
     """
     name = "beginning of training"
-    said = objects.allgather_object((own, callbacks), name=name, process_set=process_set)
+    said = objects.allgather_object((of_rank, callbacks), name=name, process_set=process_set)
     names = {
         rank: "none" if found is None else ", ".join(found)
         for rank, (_, found) in zip(process_set.ranks or [], said, strict=True)
     }
     if "none" in names.values():
         objects.require_equal_values(names, "tfscale callbacks", HINT)
-    return [own for own, _ in said]
+    return [of_rank for of_rank, _ in said]
 
 
 def compare(distributed: Any, variables: Sequence[Any]) -> bool:
@@ -56,12 +56,12 @@ def compare(distributed: Any, variables: Sequence[Any]) -> bool:
     with tf.init_scope():
         if not all(bool(raw_variable(v).is_initialized()) for v in variables):
             return False
-        own: dict[str, Any] = {"weights": digest_of(distributed, variables)}
-        own["shapes"] = str([tuple(v.shape) for v in variables])
-        every = gather(own, None, bound.process_set)
+        of_rank: dict[str, Any] = {"weights": digest_of(distributed, variables)}
+        of_rank["shapes"] = str([tuple(v.shape) for v in variables])
+        said_by_rank = gather(of_rank, None, bound.process_set)
     # Where shapes differ, the comparison of plans names the first parameter.
-    if len({said["shapes"] for said in every}) == 1:
-        digests = {r: said["weights"] for r, said in zip(group.ranks, every, strict=True)}
+    if len({said["shapes"] for said in said_by_rank}) == 1:
+        digests = {r: said["weights"] for r, said in zip(group.ranks, said_by_rank, strict=True)}
         for ranks in bound.groups.ranks if bound.groups else [group.ranks]:  # groups begin apart
             require_equal_weights({r: digests[r] for r in ranks})
     return True

@@ -170,10 +170,12 @@ def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
     """
 
     def wait() -> None:
-        own: dict[Backend, list[tf.Tensor]] = {}
+        handles_by_backend: dict[Backend, list[tf.Tensor]] = {}
         for v in variables:
-            own.setdefault(getattr(v, _FUTURE).backend, []).append(raw_variable(v).handle)
-        for backend, handles in own.items():
+            handles_by_backend.setdefault(getattr(v, _FUTURE).backend, []).append(
+                raw_variable(v).handle
+            )
+        for backend, handles in handles_by_backend.items():
             backend.await_variables(handles, is_write)
 
     if not variables:
@@ -186,10 +188,9 @@ def _wait(variables: Sequence[Any], is_write: bool = False) -> None:
         return
     if is_compiled_by_xla(graph):
         raise ExchangeError(
-            "A function that XLA compiles cannot wait for parameters. Received: jit_compile=True "
-            f"for {graph.name}, which reads {variables[0].path}. Compile with "
-            "jit_compile=False, or call and trace it within "
-            "tfscale.optimizer.futures.plain(model.variables)."
+            "jit_compile must be False to wait for parameters. Received: jit_compile=True for "
+            f"{graph.name}, which reads {variables[0].path}. Compile with jit_compile=False, or "
+            "call and trace it within tfscale.optimizer.futures.plain(model.variables)."
         )
     wait()  # at each read, not once per graph: a called function may have posted a gather
 

@@ -36,13 +36,13 @@ class GradientNorms:
         optimizer: Any = model.optimizer
         if runtime.size() < 2:
             raise ConfigError(
-                "The gradient noise scale is estimated from gradients of several ranks. Received: "
-                "one process. Start two ranks or more, or use signal='theta'."
+                "signal='noise_scale' needs two ranks or more. Received: one process. Start two "
+                "ranks or more, or use signal='theta'."
             )
         distributed = distributed_of(optimizer)
         if distributed is None:
             raise ConfigError(
-                "The gradient noise scale is measured by tfscale.DistributedOptimizer. Received: "
+                "signal='noise_scale' needs a tfscale.DistributedOptimizer. Received: "
                 f"{type(optimizer).__name__}. Wrap the optimizer, or use signal='theta'."
             )
         strategy, executor = distributed.strategy, distributed.bound.executor
@@ -51,7 +51,7 @@ class GradientNorms:
         is_cut = strategy.is_sharding or strategy.trains_apart
         if is_cut or accumulates or not is_all:
             raise ConfigError(
-                "The gradient noise scale needs the sum of all ranks' whole gradients in every "
+                "signal='noise_scale' needs the sum of all ranks' whole gradients in every "
                 f"step. Received: exchange={strategy}, backward_passes_per_step "
                 f"{'above' if accumulates else '='} 1, {executor.process_set.size()} of "
                 f"{runtime.size()} ranks. Use exchange='allreduce' or 'chunked' on all ranks, or "
@@ -73,10 +73,12 @@ class GradientNorms:
         """Resume from a result of `values`."""
         self._sums.assign(values)
 
-    def observe(self, own: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]) -> None:
+    def observe(
+        self, local_gradients: Sequence[Any], reduced: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
         """Add the norms of a step."""
         chosen = [i for i, variable in enumerate(variables) if use_of(variable) == "weights"]
-        local = _square([own[i] for i in chosen])
+        local = _square([local_gradients[i] for i in chosen])
         mean = _square([reduced[i] for i in chosen]) / self._scale**2
         values = tf.stack([local, mean, tf.ones((), tf.float64)])
         self._sums.assign_add(

@@ -105,7 +105,7 @@ class NonFinite:
             return
         if is_scaled:
             raise ConfigError(
-                "A LossScaleOptimizer tries scales until gradients are finite. Received: "
+                "nonfinite='raise' would stop a search for a loss scale. Received: "
                 "nonfinite='raise' with loss scaling. Use nonfinite='skip' or 'ignore'."
             )
         if self._skipped is None:
@@ -147,7 +147,7 @@ class NonFinite:
             if bad_names:
                 where.append(f"rank {rank} in {listed(bad_names, _NAMES_SHOWN)}")
         what = "; ".join(where) or "no rank's own gradient, only their sum: it overflows"
-        text = f"Gradients must be finite. Received: NaN or infinity in step {iterations + 1}, on "
+        text = f"gradients must be finite. Received: NaN or infinity in step {iterations + 1}, on "
         if self.policy == "raise":
             raise ExchangeError(
                 f"TFSCALE_FAILED: {text}{what}. Look at that rank's data, or use nonfinite='skip'."

@@ -70,9 +70,9 @@ class OptimizerState:
 
         These may be a part of the weights, or in another order than the model's.
         """
-        known = [scope.weights[i] for i in places if i is not None]
-        if known and len(known) == len(places) and not self.optimizer.built:
-            self.optimizer.build(known)
+        variables = [scope.weights[i] for i in places if i is not None]
+        if variables and len(variables) == len(places) and not self.optimizer.built:
+            self.optimizer.build(variables)
 
     def start_groups(self) -> bool:
         """Let groups of ranks train apart if they wait for that; return whether they did."""
@@ -86,9 +86,9 @@ class OptimizerState:
         now = self.trained(scope)
         if now != before and None not in (*now, *before):
             raise ConfigError(
-                "An optimizer that is built before fit must be built on the variables of the "
-                f"checkpoint in their order. Received: {_paths_of(scope, now)}; the checkpoint "
-                f"has {_paths_of(scope, before)}. Build it in this order, or leave it to fit."
+                "optimizer, if built before fit, must have the variables of the checkpoint in "
+                f"their order. Received: {_paths_of(scope, now)}; the checkpoint has "
+                f"{_paths_of(scope, before)}. Build it in this order, or leave it to fit."
             )
 
 
@@ -97,10 +97,10 @@ def require_same_rules(states: Sequence[OptimizerState], before: Sequence[dict[s
     rules = [state.rule for state in states]
     if rules != before:
         raise ConfigError(
-            "A resumed run must have the same optimizer. Received: "
-            f"{_described(rules)}; the checkpoint has {_described(before)}. Compile with "
-            "the same optimizer; if it is built before fit, build it on the variables that it "
-            "trained; or pass another directory."
+            f"optimizer must be that of the checkpoint. Received: {_described(rules)}; the "
+            f"checkpoint has {_described(before)}. Compile with the same optimizer; if it is "
+            "built before fit, build it on the variables that it trained; or pass another "
+            "directory."
         )
 
 

@@ -61,14 +61,14 @@ def refuse_bypassed(optimizer: Any) -> None:
     """Raise a ConfigError for another Keras backend or an overridden `apply_gradients`."""
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
-            "Keras must compute with TensorFlow. Received: the Keras backend "
+            "KERAS_BACKEND must be tensorflow. Received: the Keras backend "
             f"{keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
     for each in (optimizer, update_rule(optimizer)):
         own = getattr(type(each), "apply_gradients", None)
         if own not in (None, keras.optimizers.Optimizer.apply_gradients):
             raise ConfigError(
-                "Reduced gradients are given to an optimizer's `apply`, as Keras 3 does. Received: "
+                "`apply_gradients` must not be overridden: Keras 3 calls `apply`. Received: "
                 f"{type(each).__name__}, which overrides `apply_gradients`. Override `apply` "
                 "instead."
             )
@@ -79,7 +79,7 @@ def require_keras(variables: Sequence[Any]) -> None:
     others = [v for v in variables if not isinstance(v, keras.Variable)]
     if others:
         raise ConfigError(
-            "Sharded parameters must be variables of Keras. Received: a "
+            "parameters must be Keras variables if sharded. Received: a "
             f"{type(others[0]).__name__}, {others[0].name}. Use keras.Variable, or "
             "exchange='allreduce'."
         )
@@ -89,11 +89,11 @@ def refuse_outer_scaler(distributed: type) -> None:
     """Raise an ExchangeError if a LossScaleOptimizer calls us: it may skip one rank's step."""
     if has_outer_scaler(distributed):
         raise ExchangeError(
-            "Loss scaling must be inside of the distributed optimizer, or ranks that see an "
+            "LossScaleOptimizer must be inside DistributedOptimizer, or ranks that see an "
             "infinite gradient skip the exchange and the others wait for them. Received: "
-            "LossScaleOptimizer(DistributedOptimizer(...)). Write DistributedOptimizer("
-            "LossScaleOptimizer(...)), pass auto_scale_loss=False to compile(), or let "
-            "tfscale.prepare(model) or any tfscale callback repair it."
+            "LossScaleOptimizer(DistributedOptimizer(...)). Write "
+            "DistributedOptimizer(LossScaleOptimizer(...)), pass auto_scale_loss=False to "
+            "compile(), or let tfscale.prepare(model) or any tfscale callback repair it."
         )
 
 
@@ -199,9 +199,9 @@ def _squares(
     gradients: list[tf.Tensor], positions: Sequence[int], shards: Shards
 ) -> list[tf.Tensor]:
     """Return the sum of squares of each gradient's whole variable."""
-    own = [tf.reduce_sum(g * g) for g in gradients]
+    squares = [tf.reduce_sum(g * g) for g in gradients]
     dtype = _dtype_of_norms(shards)
-    parts = {p: s for p, s in zip(positions, own, strict=True) if p >= 0}
+    parts = {p: s for p, s in zip(positions, squares, strict=True) if p >= 0}
     vector = [
         tf.cast(parts[i], dtype) if i in parts else tf.zeros([], dtype) for i in shards.pieces
     ]
@@ -209,7 +209,7 @@ def _squares(
     places = {i: place for place, i in enumerate(shards.pieces)}
     return [
         tf.cast(sums[places[p]], s.dtype) if p >= 0 else s
-        for p, s in zip(positions, own, strict=True)
+        for p, s in zip(positions, squares, strict=True)
     ]
 
 

@@ -222,8 +222,8 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
         return
     if _is_alone:
         raise ConfigError(
-            "The ranks hold parts of the optimizer's state, which they gather when all of them "
-            f"save. Received: {what}({filepath}) in a callback that runs on rank 0 only. Use "
+            f"{what} must run on all ranks, which hold parts of the optimizer's state. Received: "
+            f"{what}({filepath}) in a callback that runs on rank 0 only. Use "
             "keras.callbacks.ModelCheckpoint, or exchange='allreduce'."
         )
     process_set = states[0].process_set
@@ -238,4 +238,4 @@ def save_together(model: keras.Model, filepath: Any, write: Callable[[], None], 
 
 
 def _unwritten(errors: str) -> ExchangeError:
-    return ExchangeError(f"Files must be written. Received: {errors}.")
+    return ExchangeError(f"Could not write files. Received: {errors}.")

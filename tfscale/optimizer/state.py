@@ -94,13 +94,13 @@ class KeptState:
 
         A range is (start, stop) in elements of the flat variable, or None for the whole variable.
         """
-        found: dict[int, tuple[Any, tuple[int, int] | None]] = {}
-        for i, (variable, place) in enumerate(self._placed()):
-            owned = self._shards.owned(place)
+        part_by_position: dict[int, tuple[Any, tuple[int, int] | None]] = {}
+        for i, (variable, target) in enumerate(self._placed()):
+            owned = self._shards.owned(target)
             if owned is not None:
-                is_whole = self._shards.is_whole(place)
-                found[i] = variable, None if is_whole else (owned.start, owned.stop)
-        return found
+                is_whole = self._shards.is_whole(target)
+                part_by_position[i] = variable, None if is_whole else (owned.start, owned.stop)
+        return part_by_position
 
     @property
     def n_bytes(self) -> int:
@@ -145,10 +145,10 @@ class KeptState:
         pairs = self._placed()
         whole = self._shapes_of_whole(pairs)
         arrays = []
-        for i, (variable, place) in enumerate(pairs):
-            value = variable.numpy() if place < 0 else self._gather(variable, place)
-            if place >= 0:
-                shape = tuple(self._shards.variables[place].shape)
+        for i, (variable, target) in enumerate(pairs):
+            value = variable.numpy() if target < 0 else self._gather(variable, target)
+            if target >= 0:
+                shape = tuple(self._shards.variables[target].shape)
                 value = value.reshape(whole.get(i, shape) if shape else ())
             if is_kept:
                 arrays.append(value)
@@ -158,21 +158,21 @@ class KeptState:
 
     def _shapes_of_whole(self, pairs: Sequence[tuple[Any, int]]) -> dict[int, tuple[int, ...]]:
         """Gather the shapes of slots that one rank owns; those of other ranks may differ."""
-        if not any(self._shards.is_whole(place) for _, place in pairs):
+        if not any(self._shards.is_whole(target) for _, target in pairs):
             return {}
-        own = {
+        shapes_here = {
             i: tuple(variable.shape)
-            for i, (variable, place) in enumerate(pairs)
-            if self._shards.is_whole(place) and self._shards.owned(place)
+            for i, (variable, target) in enumerate(pairs)
+            if self._shards.is_whole(target) and self._shards.owned(target)
         }
-        every = objects.allgather_object(own, "shapes of slots", self.process_set)
+        every = objects.allgather_object(shapes_here, "shapes of slots", self.process_set)
         return {i: shape for shapes in every for i, shape in shapes.items()}
 
-    def _gather(self, slot: Any, place: int) -> np.ndarray:
+    def _gather(self, slot: Any, target: int) -> np.ndarray:
         flat = tf.reshape(slot.value, [-1])
-        if not self._shards.owned(place):
+        if not self._shards.owned(target):
             flat = flat[:0]  # The slot of an empty piece may have elements.
-        call = Call(self._shards.group, f"state of {self._shards.variables[place].path}")
+        call = Call(self._shards.group, f"state of {self._shards.variables[target].path}")
         gathered, _ = runtime.backend().allgather(flat, call)
         return gathered.numpy()
 
@@ -190,12 +190,12 @@ class KeptState:
         timeout_s = settings().save_timeout_s
         if not self._meeting.wait(timeout_s):
             raise ExchangeError(
-                "Where ranks share the optimizer's state, all of them must take part in saving it. "
-                f"Received: {what} on rank {runtime.rank()}, and not all other ranks joined within "
+                f"{what} must run on all ranks, which share the optimizer's state. Received: "
+                f"{what} on rank {runtime.rank()}, and not all other ranks joined within "
                 f"{timeout_s:g} s (TFSCALE_SAVE_TIMEOUT_S). Call it on every rank: each path is "
                 "written once. Or call model.optimizer.full_state() on every rank, then save on "
-                "rank 0 alone. In fit, ModelCheckpoint may be given to rank 0 alone if every rank "
-                "has a tfscale callback."
+                "rank 0 alone. In fit, ModelCheckpoint may be given to rank 0 alone if every "
+                "rank has a tfscale callback."
             )
 
     def read(self, what: str = "reading the optimizer's state") -> list[np.ndarray]:
@@ -205,10 +205,9 @@ class KeptState:
             return self.gather()
         if self._arrays is None:
             raise ExchangeError(
-                "After ranks have gathered the optimizer's state, the rank that keeps it must "
-                f"save it. Received: {what} on rank {runtime.rank()}. Save on the first rank, "
-                "usually rank 0, or call model.optimizer.full_state() on every rank to use its "
-                "result."
+                f"{what} must run on the rank that keeps the gathered optimizer state. Received: "
+                f"{what} on rank {runtime.rank()}. Save on the first rank, usually rank 0, or "
+                "call model.optimizer.full_state() on every rank to use its result."
             )
         # Learning rate and loss scale may have changed since; every rank has the present value.
         kept = zip(self._placed(), self._arrays, strict=True)
@@ -235,15 +234,15 @@ class KeptState:
         """
         self.note_load()
         pairs = self._placed()
-        for value, (variable, place) in zip(state, pairs[first : first + len(state)], strict=True):
-            owned = self._shards.owned(place)
-            if place < 0:
+        for value, (variable, target) in zip(state, pairs[first : first + len(state)], strict=True):
+            owned = self._shards.owned(target)
+            if target < 0:
                 variable.assign(value)
             elif owned is not None:
-                own = np.asarray(value)
-                if not self._shards.is_whole(place):
-                    own = own.reshape(-1)[owned.start : owned.stop]
-                variable.assign(own.reshape(tuple(variable.shape)))
+                part = np.asarray(value)
+                if not self._shards.is_whole(target):
+                    part = part.reshape(-1)[owned.start : owned.stop]
+                variable.assign(part.reshape(tuple(variable.shape)))
         if keeps and len(state) == len(pairs):
             self._loaded = (self._version(), list(state))
 
@@ -261,19 +260,19 @@ class KeptState:
         """
         ranks = process_set.group().ranks
         root = root_rank if root_rank in ranks else ranks[0]
-        own = self._loaded[1] if self._loaded and self._loaded[0] == self._version() else None
-        every = objects.allgather_object(own is not None, "who loaded a state", process_set)
+        loaded = self._loaded[1] if self._loaded and self._loaded[0] == self._version() else None
+        every = objects.allgather_object(loaded is not None, "who loaded a state", process_set)
         loaders = [rank for rank, has in zip(ranks, every, strict=True) if has]
         if not loaders:
             return
         if root not in loaders:
             raise ExchangeError(
-                "An optimizer's state must be loaded by the rank that is broadcast, or by none. "
-                f"Received: a state loaded on ranks {loaders}, root_rank={root}. Load it on "
-                f"rank {root} or on all ranks."
+                "root_rank must have loaded the optimizer's state if any rank has. Received: a "
+                f"state loaded on ranks {loaders}, root_rank={root}. Load it on rank {root} or "
+                "on all ranks."
             )
         for i in range(len(self._optimizer.variables)):
-            value = own[i] if own is not None and runtime.rank() == root else None
+            value = loaded[i] if loaded is not None and runtime.rank() == root else None
             value = objects.broadcast_object(value, root, "complete state", process_set)
             self.load([value], i, keeps=False)
 
@@ -352,13 +351,13 @@ class Slots:
         shards, places = self._shards, scope.places
         if shards is None or not shards.rounds:
             return {}
-        found = {}
+        masters = {}
         for index, piece in shards.pieces.items():
             variable, owned = shards.variables[index], shards.owned(index)
             if id(variable) in places:
                 held = (owned.start, owned.stop) if owned else (0, 0)
-                found[f"{_MASTER}{places[id(variable)]}"] = piece, held
-        return found
+                masters[f"{_MASTER}{places[id(variable)]}"] = piece, held
+        return masters
 
 
 def _assign(variable: Any, want: Range | None, saved: SavedStates, name: str) -> None:

@@ -99,14 +99,14 @@ def group_buckets(
     """
     chosen = {index for group in groups for index in group}
     if len(chosen) < sum(map(len, groups)):
-        raise PlanError("A variable must be in one group only. Received: groups that overlap.")
+        raise PlanError("groups must not share a variable. Received: two that do.")
     alone = [[i] for i in range(len(specs)) if i not in chosen]
     buckets: list[Bucket] = []
     for group in [*map(list, groups), *alone]:
         for dtype in {specs[i].dtype for i in group}:
-            own = sorted((i for i in group if specs[i].dtype == dtype), reverse=True)
-            cuts = range(0, len(own), _MOST_TENSORS)
-            buckets.extend(tuple(own[cut : cut + _MOST_TENSORS]) for cut in cuts)
+            places = sorted((i for i in group if specs[i].dtype == dtype), reverse=True)
+            cuts = range(0, len(places), _MOST_TENSORS)
+            buckets.extend(tuple(places[cut : cut + _MOST_TENSORS]) for cut in cuts)
     return tuple(sorted(buckets, key=min, reverse=True))
 
 
@@ -137,8 +137,8 @@ def chunk_layers(
         return [[layer] for layer in backwards]
     if chunks < 1 or first_chunk_layers < 1:
         raise PlanError(
-            "A chunk needs a layer. Received: "
-            f"first_chunk_layers={first_chunk_layers}, chunks={chunks}."
+            f"chunks need a layer. Received: first_chunk_layers={first_chunk_layers}, "
+            f"chunks={chunks}."
         )
     if chunks == 1:
         return [backwards] if backwards else []

@@ -143,22 +143,22 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = parts.KINDS) -> Choice:
 
 def _describe(plan: LayerPlan, is_plain: bool) -> str:
     counts = {kind: sum(part.kind == kind for part in plan.parts) for kind in parts.KINDS}
-    words = [
+    clauses = [
         f"{n} {kind}{' buckets' if kind in ('allreduce', 'sharded') else ' dense'}"
         for kind, n in counts.items()
         if n
     ]
-    return ("plain: " if is_plain else "") + ", ".join(words)
+    return ("plain: " if is_plain else "") + ", ".join(clauses)
 
 
 def _starts(scenario: Scenario, allowed: Sequence[Kind]) -> list[dict[int, Kind]]:
     """Return initial exchanges of the dense layers: none special, and that of fewest bytes."""
     cheapest: dict[int, Kind] = {}
-    for place in parts.dense_layers(scenario.table):
-        kinds = [k for k in parts.kinds_for(scenario.table.layers[place]) if k in allowed]
-        kind = min(kinds, key=lambda k: parts.sent_bytes(scenario, place, k))
+    for layer_index in parts.dense_layers(scenario.table):
+        kinds = [k for k in parts.kinds_for(scenario.table.layers[layer_index]) if k in allowed]
+        kind = min(kinds, key=lambda k: parts.sent_bytes(scenario, layer_index, k))
         if kind in ("partial", "replicated"):
-            cheapest[place] = kind
+            cheapest[layer_index] = kind
     return [{}, cheapest] if cheapest and scenario.n_ranks > 1 else [{}]
 
 
@@ -175,10 +175,15 @@ def _search_dense(search: _Search, whole: Sequence[Kind], allowed: Sequence[Kind
         _starts(search.scenario, allowed), key=lambda s: search.step_s(best_cut(s, _FEW_CUTS))
     )
     best = best_cut(special, _FEW_CUTS)
-    size = {place: table.layers[place].n_values for place in parts.dense_layers(table)}
-    for place in sorted(size, key=lambda p: (-size[p], p))[:_TRIED_DENSE]:
-        rest = {other: kind for other, kind in special.items() if other != place}
-        options = [rest, *({**rest, place: k} for k in ("partial", "replicated") if k in allowed)]
+    size = {
+        layer_index: table.layers[layer_index].n_values for layer_index in parts.dense_layers(table)
+    }
+    for layer_index in sorted(size, key=lambda p: (-size[p], p))[:_TRIED_DENSE]:
+        rest = {other: kind for other, kind in special.items() if other != layer_index}
+        options = [
+            rest,
+            *({**rest, layer_index: k} for k in ("partial", "replicated") if k in allowed),
+        ]
         for option in options if search.scenario.n_ranks > 1 else ():
             plan = best_cut(option, _FEW_CUTS)
             if search.better(best, plan) is not best:
@@ -206,7 +211,7 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
 
     Each kind has the options that are worth trying; the first one is `PLAIN`.
     """
-    table, n_samples = scenario.table, scenario.global_batch
+    table = scenario.table
     dense = parts.dense_layers(table)
 
     def chunks(n_replicated: int) -> dict[str, LayerPlan]:
@@ -222,7 +227,7 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
         return {f"tfscale.{start}(bucket_mb={size}{end}": plan for size, plan in plans.items()}
 
     per_layer = parts.bucketed(table, None)
-    found = {
+    plans_by_exchange = {
         "allreduce": {PLAIN: plain_plan(scenario), **buckets("Allreduce", ")", "allreduce", {})},
         "one allreduce per layer": {'tfscale.Chunked(chunks="per_layer")': per_layer},
         "chunked": chunks(0),
@@ -231,8 +236,8 @@ def written_exchanges(scenario: Scenario) -> dict[str, dict[str, LayerPlan]]:
     }
     n_layers = sum(1 for layer in table.layers if layer.weights)
     for n_replicated in range(1, min(len(dense), _MOST_REPLICATED, n_layers - 1) + 1):
-        found["chunked, replicated dense"] |= chunks(n_replicated)
+        plans_by_exchange["chunked, replicated dense"] |= chunks(n_replicated)
     if dense:
-        end, special = f", global_batch={n_samples})", parts.cheap_partial_layers(scenario)
-        found["sharded, partial dense"] = buckets("Sharded", end, "sharded", special)
-    return {kind: plans for kind, plans in found.items() if plans}
+        special = parts.cheap_partial_layers(scenario)
+        plans_by_exchange["sharded, partial dense"] = buckets("Sharded", ")", "sharded", special)
+    return {kind: plans for kind, plans in plans_by_exchange.items() if plans}

@@ -156,9 +156,9 @@ class Scenario:
         """Return the time of summing the segments that a rank receives, including its own."""
         return n_bytes / self.machine.reduce_bytes_per_s if self.n_ranks > 1 else 0.0
 
-    def dense_rows(self, place: int) -> tuple[tuple[int, int], int]:
+    def dense_rows(self, layer_index: int) -> tuple[tuple[int, int], int]:
         """Return (n_in, n_out) of a dense kernel, and the number of its input rows on all ranks."""
-        layer = self.table.layers[place]
+        layer = self.table.layers[layer_index]
         return layer.dense or (0, 0), self.gathered_batch * layer.rows
 
     def _product_s(self, flops: float, batch: float) -> float:
@@ -169,21 +169,21 @@ class Scenario:
         n_bytes = BYTES_PER_VALUE * layer.values * self.local_batch * passes
         return n_bytes / self.machine.memory_bytes_per_s
 
-    def forward_s(self, place: int) -> float:
+    def forward_s(self, layer_index: int) -> float:
         """Return the time of a layer's forward pass."""
-        layer = self.table.layers[place]
+        layer = self.table.layers[layer_index]
         measured = self._measured()
         if measured is not None:
             return measured.forward_s[layer.name] * self._scale(measured.batch)
         products = self._product_s(layer.flops, self.local_batch)
         return products + self._traffic_s(layer, _FORWARD_PASSES)
 
-    def backward_s(self, place: int) -> tuple[float, float]:
+    def backward_s(self, layer_index: int) -> tuple[float, float]:
         """Return the times of a layer's input gradients and of its weight gradients."""
-        layer = self.table.layers[place]
+        layer = self.table.layers[layer_index]
         products = self._product_s(layer.flops, self.local_batch)
         traffic = self._traffic_s(layer, _BACKWARD_PASSES)
-        errors = traffic + (products if place > 0 else 0.0)
+        errors = traffic + (products if layer_index > 0 else 0.0)
         weights = products if layer.weights else 0.0
         measured = self._measured()
         if measured is None:
@@ -201,9 +201,9 @@ class Scenario:
         rest = 0.0 if measured is None else measured.rest_s * self._scale(measured.batch)
         return self.machine.step_s + rest
 
-    def gradient_s(self, place: int, batch: float, part: float = 1.0) -> float:
+    def gradient_s(self, layer_index: int, batch: float, part: float = 1.0) -> float:
         """Return the time of a dense layer's weight gradient for a batch, or of a part of it."""
-        layer = self.table.layers[place]
+        layer = self.table.layers[layer_index]
         n_in, n_out = layer.dense or (0, 0)
         measured = self._measured()
         if measured is not None and layer.name in measured.gradient_s:
@@ -229,7 +229,7 @@ class Scenario:
         times = self.machine.layer_times.get(self.table.name)
         if times is not None and (reason := times.misfit(self.table)):
             raise PlanError(
-                f"Measured times must be those of the model. Received: {self.table.name} with "
+                f"machine must hold times of this model. Received: {self.table.name} with "
                 f"{self.table.n_values} trainable values, and {reason}. Measure again with "
                 "tfscale tune links, or name models apart."
             )

@@ -67,12 +67,14 @@ def forecast(
     points = []
     for n_ranks in ranks:
         at = replace(scenario, n_ranks=n_ranks)
-        found: list[tuple[str, Scenario, parts.LayerPlan, Prediction, str]] = []
+        best: list[tuple[str, Scenario, parts.LayerPlan, Prediction, str]] = []
         for name, plans in written_exchanges(at).items():
-            tried = [(name, at, plan, simulate(at, plan), words) for words, plan in plans.items()]
-            found.append(min(tried, key=lambda one: one[3].step_s))
+            tried = [
+                (name, at, plan, simulate(at, plan), written) for written, plan in plans.items()
+            ]
+            best.append(min(tried, key=lambda one: one[3].step_s))
         choice = choose(at)
-        found.append((AUTO, at, choice.plan, choice.predicted, choice.name))
+        best.append((AUTO, at, choice.plan, choice.predicted, choice.name))
         is_divided = n_groups > 0 and n_ranks % n_groups == 0
         if is_divided and scenario.global_batch % n_groups == 0:
             n_own, batch = n_ranks // n_groups, scenario.global_batch // n_groups
@@ -80,10 +82,10 @@ def forecast(
             n_bytes = auto_bucket_bytes(parts.specs_of(scenario.table))
             plan = parts.bucketed(scenario.table, n_bytes, "sharded")
             predicted = simulate_local_sgd(group, plan, n_groups, interval)
-            found.append((LOCAL_SGD, group, plan, predicted, ""))
-        for name, of, plan, predicted, words in found:
+            best.append((LOCAL_SGD, group, plan, predicted, ""))
+        for name, of, plan, predicted, written in best:
             speedup, memory = base_s / predicted.step_s, parts.memory_bytes(of, plan)
-            points.append(Point(name, n_ranks, predicted, speedup, memory, words))
+            points.append(Point(name, n_ranks, predicted, speedup, memory, written))
     return points
 
 
@@ -91,18 +93,20 @@ def check_groups(n_groups: int, interval: int) -> None:
     """Raise a ConfigError unless there are 0, 2 or more groups, and 1 or more steps."""
     if n_groups < 0 or n_groups == 1 or interval < 1:
         raise ConfigError(
-            "Local SGD has 2 groups or more and an interval of 1 or more. Received: "
-            f"groups={n_groups}, interval={interval}. 0 groups leave it out."
+            f"groups must be 2 or more, and interval 1 or more. Received: groups={n_groups}, "
+            f"interval={interval}. 0 groups leave it out."
         )
 
 
 def winners(points: Sequence[Point]) -> dict[int, Point]:
     """Return the fastest fixed exchange per number of ranks, without local SGD."""
-    found: dict[int, list[Point]] = {}
+    points_by_ranks: dict[int, list[Point]] = {}
     for point in points:
         if point.exchange not in (AUTO, LOCAL_SGD):
-            found.setdefault(point.n_ranks, []).append(point)
-    return {n: min(own, key=lambda point: point.predicted.step_s) for n, own in found.items()}
+            points_by_ranks.setdefault(point.n_ranks, []).append(point)
+    return {
+        n: min(own, key=lambda point: point.predicted.step_s) for n, own in points_by_ranks.items()
+    }
 
 
 def report(scenario: Scenario, points: Sequence[Point]) -> str:
@@ -145,9 +149,9 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
         auto, at = autos[n_ranks], replace(scenario, n_ranks=n_ranks)
         best_s, plain_s = best.predicted.step_s, simulate(at, plain_plan(at)).step_s
         is_better = best_s <= (1 - LEAST_GAIN) * plain_s
-        words, words_s = (best.words, best_s) if is_better else (PLAIN, plain_s)
+        advice, words_s = (best.words, best_s) if is_better else (PLAIN, plain_s)
         times = (words_s, int8_s(at), auto.predicted.step_s, parts.lower_bound_s(at))
-        row = [n_ranks, best.exchange, f"{1e3 * best_s:.2f}", words]
+        row = [n_ranks, best.exchange, f"{1e3 * best_s:.2f}", advice]
         body.append([*row, *(f"{1e3 * seconds:.2f}" for seconds in times), auto.words])
     return grid(head, body, ("best of the table", "exchange=", "plan"))
 
@@ -197,22 +201,22 @@ def explain(scenario: Scenario, choice: Choice) -> str:
     body = []
     for number, parameter in enumerate(table.parameters):
         n = part_of[number]
-        own: list[str] = [parameter.name, f"{parameter.n_bytes / 1e3:.1f}"]
-        own += [choice.plan.parts[n].kind, str(n + 1)]
+        cells: list[str] = [parameter.name, f"{parameter.n_bytes / 1e3:.1f}"]
+        cells += [choice.plan.parts[n].kind, str(n + 1)]
         fraction = parameter.n_values / max(1, table.layers[parameter.layer].n_values)
         for kind in parts.KINDS:
             if kind not in parts.kinds_for(table.layers[parameter.layer]):
-                own.append("-")
+                cells.append("-")
                 continue
             sent = fraction * parts.sent_bytes(scenario, parameter.layer, kind) / 1e6
-            own.append(f"{sent:.2f} / {1e3 * _wire_s(scenario, parameter.layer, kind):.2f}")
-        body.append([*own, reasons[n]])
+            cells.append(f"{sent:.2f} / {1e3 * _wire_s(scenario, parameter.layer, kind):.2f}")
+        body.append([*cells, reasons[n]])
     return "\n".join([*lines, *grid(head, body, ("parameter", "exchange", "why")), ""])
 
 
-def _wire_s(scenario: Scenario, place: int, kind: Kind) -> float:
+def _wire_s(scenario: Scenario, layer_index: int, kind: Kind) -> float:
     """Return the time of sending a layer's parameters alone, including sums."""
-    messages = parts.message_bytes(scenario, place, kind)
+    messages = parts.message_bytes(scenario, layer_index, kind)
     if kind == "allreduce":
         return allreduce_s(messages[0], scenario.n_ranks, scenario.machine, "direct")
     summed_s = scenario.sum_s(messages[0]) if kind == "sharded" else 0.0
@@ -237,13 +241,16 @@ def _why(scenario: Scenario, choice: Choice, part: parts.LayerPart) -> str:
     others = [parts.LayerPart(kind, part.parameters) for kind in parts.KINDS[:2]]
     owners = {table.parameters[p].layer for p in part.parameters}
     if len(owners) == 1:
-        place = owners.pop()
-        own = table.positions(place)
-        others += [parts.LayerPart(kind, own) for kind in parts.kinds_for(table.layers[place])[2:]]
-    words = []
+        layer_index = owners.pop()
+        positions = table.positions(layer_index)
+        others += [
+            parts.LayerPart(kind, positions)
+            for kind in parts.kinds_for(table.layers[layer_index])[2:]
+        ]
+    clauses = []
     for other in others:
         if other.kind != part.kind:
             predicted = simulate(scenario, parts.with_part(choice.plan, other))
             more_s = predicted.step_s - choice.predicted.step_s
-            words.append(f"{other.kind}: {1e3 * more_s:+.2f} ms")
-    return ", ".join(words)
+            clauses.append(f"{other.kind}: {1e3 * more_s:+.2f} ms")
+    return ", ".join(clauses)

@@ -53,8 +53,8 @@ class LayerTable:
     def __post_init__(self) -> None:
         if not any(layer.weights for layer in self.layers):
             raise PlanError(
-                f"A model must have trainable variables. Received: {self.name} with none. "
-                "Build the model first."
+                f"model must have trainable variables. Received: {self.name} with none. Build "
+                "the model first."
             )
 
     @property
@@ -71,9 +71,9 @@ class LayerTable:
         """Number of trainable values."""
         return sum(layer.n_values for layer in self.layers)
 
-    def positions(self, place: int) -> tuple[int, ...]:
+    def positions(self, layer_index: int) -> tuple[int, ...]:
         """Return the positions of one layer's variables among `parameters`."""
-        return tuple(i for i, p in enumerate(self.parameters) if p.layer == place)
+        return tuple(i for i, p in enumerate(self.parameters) if p.layer == layer_index)
 
 
 def merge_small(layers: Sequence[Layer]) -> tuple[Layer, ...]:

@@ -132,7 +132,7 @@ class Machine:
             return Machine(**content, layer_times=times)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise PlanError(
-                f"A machine must be one of {', '.join(PRESETS)} or a file that tfscale tune links "
+                f"machine must be one of {', '.join(PRESETS)} or a file that tfscale tune links "
                 f"wrote. Received: {path} ({error})."
             ) from error
 

@@ -122,34 +122,35 @@ def _in_ready_order(parts: Sequence[LayerPart]) -> tuple[LayerPart, ...]:
     return tuple(sorted(parts, key=lambda part: (min(part.parameters), part.kind), reverse=True))
 
 
-def message_bytes(scenario: Scenario, place: int, kind: Kind) -> tuple[float, ...]:
+def message_bytes(scenario: Scenario, layer_index: int, kind: Kind) -> tuple[float, ...]:
     """Return the bytes of each collective of a layer, as `transfer_s` counts them.
 
     Source: [T] eq. 4.9 for gradients and parameters; 3.3.3 for activations and output gradients,
     (N_in + N_out) * K values; eqs. 4.2 to 4.4 for columns of the activations, the output gradients,
     and weights.
     """
-    weights = BYTES_PER_VALUE * scenario.table.layers[place].n_values
+    weights = BYTES_PER_VALUE * scenario.table.layers[layer_index].n_values
     if kind in ("allreduce", "sharded"):
         return weights, weights
-    (n_in, n_out), rows = scenario.dense_rows(place)
+    (n_in, n_out), rows = scenario.dense_rows(layer_index)
     outputs = BYTES_PER_VALUE * n_out * rows
     if kind == "replicated":
         return BYTES_PER_VALUE * n_in * rows, outputs
     return BYTES_PER_VALUE * n_in * (rows / scenario.n_ranks), outputs, weights
 
 
-def sent_bytes(scenario: Scenario, place: int, kind: Kind) -> float:
+def sent_bytes(scenario: Scenario, layer_index: int, kind: Kind) -> float:
     """Return the bytes that a rank sends for a layer's parameters in each step."""
-    return share(scenario.n_ranks) * sum(message_bytes(scenario, place, kind))
+    return share(scenario.n_ranks) * sum(message_bytes(scenario, layer_index, kind))
 
 
 def cheap_partial_layers(scenario: Scenario) -> dict[int, Kind]:
     """Return the dense layers that send fewer bytes "partial" than "sharded", [T] eq. 4.8."""
     return {
-        place: "partial"
-        for place in dense_layers(scenario.table)
-        if sent_bytes(scenario, place, "partial") < sent_bytes(scenario, place, "sharded")
+        layer_index: "partial"
+        for layer_index in dense_layers(scenario.table)
+        if sent_bytes(scenario, layer_index, "partial")
+        < sent_bytes(scenario, layer_index, "sharded")
     }
 
 
@@ -167,14 +168,16 @@ def lower_bound_s(scenario: Scenario) -> float:
     least = 0.0
     compute = scenario.rest_s()
     rate = scenario.machine.link(scenario.n_ranks).bytes_per_s
-    for place, layer in enumerate(scenario.table.layers):
-        errors, weights = scenario.backward_s(place)
+    for layer_index, layer in enumerate(scenario.table.layers):
+        errors, weights = scenario.backward_s(layer_index)
         if layer.dense:
-            gathered = scenario.gradient_s(place, scenario.gathered_batch, 1 / scenario.n_ranks)
+            gathered = scenario.gradient_s(
+                layer_index, scenario.gathered_batch, 1 / scenario.n_ranks
+            )
             weights = min(weights, gathered)
-        compute += scenario.forward_s(place) + errors + weights
+        compute += scenario.forward_s(layer_index) + errors + weights
         if layer.weights:
-            least += min(sent_bytes(scenario, place, kind) for kind in kinds_for(layer))
+            least += min(sent_bytes(scenario, layer_index, kind) for kind in kinds_for(layer))
     return max(compute, least / rate)
 
 

@@ -122,7 +122,7 @@ def published(name: str) -> LayerTable:
     """Return a model of the papers by its key in `PUBLISHED`; raises a PlanError for others."""
     if name not in PUBLISHED:
         raise PlanError(
-            f"A model must be one of {', '.join(PUBLISHED)}. Received: model={name!r}. "
-            "Pass a file or module:function for a model of your own."
+            f"model must be one of {', '.join(PUBLISHED)}. Received: model={name!r}. Pass a file "
+            "or module:function for a model of your own."
         )
     return PUBLISHED[name]()

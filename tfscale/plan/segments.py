@@ -41,13 +41,13 @@ class SegmentedBucket:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of a rank, given by its position among those that share the buffer."""
         begin, end = self.cuts[rank], self.cuts[rank + 1]
-        found = []
+        pieces = []
         for index, shape, offset in zip(self.indices, self.shapes, self.offsets, strict=True):
             start = max(begin - offset, 0)
             stop = min(end - offset, math.prod(shape))
             if start < stop:
-                found.append(Piece(index, start, stop, offset + start))
-        return tuple(found)
+                pieces.append(Piece(index, start, stop, offset + start))
+        return tuple(pieces)
 
 
 def row_cuts(n_rows: int, size: int) -> list[int]:
@@ -87,20 +87,20 @@ def build_segments(
     Returns each spec in exactly one bucket, with segments as equal in length as possible. Buckets
     with whole variables are cut so that the ranks' bytes in all buckets so far differ least.
     """
-    own = {i for group in by_rows for i in group}
-    found: list[Sequence[int]] = []
+    apart = {i for group in by_rows for i in group}
+    sent_together: list[Sequence[int]] = []
     if groups is not None:
-        rest = [[i for i in group if i not in own] for group in groups]
+        rest = [[i for i in group if i not in apart] for group in groups]
         buckets = group_buckets(specs, [group for group in rest if group])
-        found += [bucket for bucket in buckets if bucket[0] not in own]
+        sent_together += [bucket for bucket in buckets if bucket[0] not in apart]
     else:
         # Gradients before and after a matrix that is cut by rows are not ready together.
-        for is_own, run in itertools.groupby(range(len(specs)), lambda i: i in own):
+        for is_own, run in itertools.groupby(range(len(specs)), lambda i: i in apart):
             part = list(run)
             buckets = () if is_own else build_buckets([specs[i] for i in part], bucket_bytes)
-            found += [[part[i] for i in bucket] for bucket in buckets]
+            sent_together += [[part[i] for i in bucket] for bucket in buckets]
     segments = [_segment(specs, list(group), size, cuts_rows=True) for group in by_rows]
-    segments += [_segment(specs, sorted(indices), size) for indices in found]
+    segments += [_segment(specs, sorted(indices), size) for indices in sent_together]
     loads, placed = [0] * size, []  # bytes of each rank
     for segment in sorted(segments, key=lambda segment: segment.indices):
         item_bytes = specs[segment.indices[0]].item_bytes
@@ -134,11 +134,11 @@ def _layouts_of_whole(
     nearer = {c: begin if c - begin < end - c else end for c, (begin, end) in moved.items()}
     ahead = {c: begin for c, (begin, _) in moved.items()}
     after = {c: end for c, (_, end) in moved.items()}
-    found = [tuple(to.get(c, c) for c in segment.cuts) for to in (nearer, ahead, after)]
+    cuts = [tuple(to.get(c, c) for c in segment.cuts) for to in (nearer, ahead, after)]
     if whole.issuperset(segment.indices):
         owner = loads.index(min(loads))
-        found.append((0,) * (owner + 1) + (segment.length,) * (len(loads) - owner))
-    return found
+        cuts.append((0,) * (owner + 1) + (segment.length,) * (len(loads) - owner))
+    return cuts
 
 
 def _segment(

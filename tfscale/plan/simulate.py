@@ -114,7 +114,7 @@ def run(steps: Sequence[Sequence[Task]], speeds: Speeds = ALONE) -> tuple[list[f
     clock = _Clock(steps, speeds)
     clock.run()
     if n_waiting := sum(count > 0 for count in clock.missing):
-        raise PlanError(f"Tasks must not wait in a circle. Received: {n_waiting} that do.")
+        raise PlanError(f"tasks wait in a circle. Received: {n_waiting} that do.")
     return clock.begins, clock.ends
 
 
@@ -138,57 +138,57 @@ class _Clock:
         self.pace = [1.0] * N_STREAMS
         begin, before = 0, -1
         for step in steps:
-            for place, task in enumerate(step, start=begin):
+            for task_number, task in enumerate(step, start=begin):
                 others = [begin + other for other in task.after]
                 if before >= 0:
                     others += [before + other for other in task.after_previous]
                 self.missing.append(len(others))
                 for other in others:
-                    self.followers[other].append(place)
+                    self.followers[other].append(task_number)
             begin, before = begin + len(step), begin
 
     def run(self) -> None:
         """Advance the time until no task runs."""
-        for place, count in enumerate(self.missing):
+        for number, count in enumerate(self.missing):
             if count == 0:
-                self._queue(place)
+                self._queue(number)
         self._start(0.0)
-        while any(place is not None for place in self.running):
-            now = min(self.ends[place] for place in self.running if place is not None)
+        while any(number is not None for number in self.running):
+            now = min(self.ends[number] for number in self.running if number is not None)
             done = [p for p in self.running if p is not None and self.ends[p] <= now]
-            for place in sorted(done):
-                self._finish(place)
+            for number in sorted(done):
+                self._finish(number)
             self._start(now)
 
-    def _queue(self, place: int) -> None:
-        task = self.tasks[place]
-        heapq.heappush(self.queues[task.stream], (self.numbers[place], task.priority, place))
+    def _queue(self, number: int) -> None:
+        task = self.tasks[number]
+        heapq.heappush(self.queues[task.stream], (self.numbers[number], task.priority, number))
 
     def _start(self, now: float) -> None:
         for stream, queue in enumerate(self.queues):
             if queue and self.running[stream] is None:
-                place = heapq.heappop(queue)[2]
-                self.running[stream] = place
+                number = heapq.heappop(queue)[2]
+                self.running[stream] = number
                 self.pace[stream] = 1.0
-                self.begins[place], self.ends[place] = now, now + self.tasks[place].duration_s
+                self.begins[number], self.ends[number] = now, now + self.tasks[number].duration_s
         if self.has_losses:
             self._keep_pace(now)
 
     def _keep_pace(self, now: float) -> None:
         """Move the ends of running tasks after others began or ceased to share their cores."""
         for stream, (speed, others) in self.lost.items():
-            place = self.running[stream]
-            if place is None:
+            number = self.running[stream]
+            if number is None:
                 continue
             is_shared = any(self.running[other] is not None for other in others)
             pace = speed if is_shared else 1.0
             if pace != self.pace[stream]:
-                left = (self.ends[place] - now) * self.pace[stream]
-                self.ends[place], self.pace[stream] = now + left / pace, pace
+                left = (self.ends[number] - now) * self.pace[stream]
+                self.ends[number], self.pace[stream] = now + left / pace, pace
 
-    def _finish(self, place: int) -> None:
-        self.running[self.tasks[place].stream] = None
-        for follower in self.followers[place]:
+    def _finish(self, number: int) -> None:
+        self.running[self.tasks[number].stream] = None
+        for follower in self.followers[number]:
             self.missing[follower] -= 1
             if self.missing[follower] == 0:
                 self._queue(follower)
@@ -259,17 +259,17 @@ class _Builder:
         """Add the forward pass and back-propagation, one layer after another."""
         scenario = self.scenario
         last: tuple[int, ...] = ()
-        for place, layer in enumerate(scenario.table.layers):
-            extra = scenario.rest_s() if place == 0 else 0.0
-            duration = scenario.forward_s(place) + extra
-            self.forward[place] = self._add(COMPUTE, duration, last, f"forward {layer.name}")
-            last = (self.forward[place],)
-        for place in reversed(range(len(scenario.table.layers))):
-            errors, weights = scenario.backward_s(place)
-            duration = errors + (0.0 if place in self.gathered else weights)
-            name = f"backward {scenario.table.layers[place].name}"
-            self.backward[place] = self._add(COMPUTE, duration, last, name)
-            last = (self.backward[place],)
+        for layer_index, layer in enumerate(scenario.table.layers):
+            extra = scenario.rest_s() if layer_index == 0 else 0.0
+            duration = scenario.forward_s(layer_index) + extra
+            self.forward[layer_index] = self._add(COMPUTE, duration, last, f"forward {layer.name}")
+            last = (self.forward[layer_index],)
+        for layer_index in reversed(range(len(scenario.table.layers))):
+            errors, weights = scenario.backward_s(layer_index)
+            duration = errors + (0.0 if layer_index in self.gathered else weights)
+            name = f"backward {scenario.table.layers[layer_index].name}"
+            self.backward[layer_index] = self._add(COMPUTE, duration, last, name)
+            last = (self.backward[layer_index],)
 
     def _first_layer(self, part: LayerPart) -> int:
         return min(self.parameters[p].layer for p in part.parameters)
@@ -331,23 +331,25 @@ class _Builder:
 
     def _activations(self, part: LayerPart) -> tuple[int, int]:
         """Send a dense layer's inputs and its output gradients as soon as they are computed."""
-        place = self._first_layer(part)
-        messages = message_bytes(self.scenario, place, part.kind)[:2]
+        layer_index = self._first_layer(part)
+        messages = message_bytes(self.scenario, layer_index, part.kind)[:2]
         of_inputs, of_errors = map(self.scenario.transfer_s, messages)
         inputs: tuple[int, ...] = (self.backward[0],)
         errors = inputs
         if self.plan.overlap:
-            is_last = place + 1 == len(self.backward)
-            inputs = (self.forward[place - 1],) if place > 0 else ()
-            errors = (self.forward[place] if is_last else self.backward[place + 1],)
+            is_last = layer_index + 1 == len(self.backward)
+            inputs = (self.forward[layer_index - 1],) if layer_index > 0 else ()
+            errors = (self.forward[layer_index] if is_last else self.backward[layer_index + 1],)
         first = self._add(COMMUNICATION, of_inputs, inputs, "activations")
         return first, self._add(COMMUNICATION, of_errors, errors, "errors")
 
     def _partial(self, part: LayerPart) -> int:
-        scenario, size, place = self.scenario, self.scenario.n_ranks, self._first_layer(part)
+        scenario, size, layer_index = self.scenario, self.scenario.n_ranks, self._first_layer(part)
         sent = self._activations(part)
-        duration = scenario.gradient_s(place, scenario.gathered_batch, 1 / size) if size > 1 else 0
-        made = self._gradient(duration, (*sent, self.backward[place]))
+        duration = (
+            scenario.gradient_s(layer_index, scenario.gathered_batch, 1 / size) if size > 1 else 0
+        )
+        made = self._gradient(duration, (*sent, self.backward[layer_index]))
         return self._shard_update(part, (made,), 0.0)
 
     def _gradient(self, duration_s: float, after: tuple[int, ...]) -> int:
@@ -356,19 +358,19 @@ class _Builder:
         return self._add(COMPUTE, duration_s, after, "gradient", priority)
 
     def _replicated(self, part: LayerPart) -> int:
-        scenario, place = self.scenario, self._first_layer(part)
+        scenario, layer_index = self.scenario, self._first_layer(part)
         sent = self._activations(part)
         size = scenario.n_ranks
-        duration = scenario.gradient_s(place, scenario.gathered_batch) if size > 1 else 0.0
+        duration = scenario.gradient_s(layer_index, scenario.gathered_batch) if size > 1 else 0.0
         if "replicated" not in self.plan.lazy or not self.plan.overlap:
-            made = self._gradient(duration, (*sent, self.backward[place]))
+            made = self._gradient(duration, (*sent, self.backward[layer_index]))
             return self._whole_update(part, (made,))
         # Delayed until the next step's forward pass reaches the layer, [T] algorithm 2.
-        reached = (self.forward[place - 1],) if place > 0 else ()
+        reached = (self.forward[layer_index - 1],) if layer_index > 0 else ()
         made = self._add(COMPUTE, duration, reached, "gradient")
-        self.tasks[made].wait_for_previous(*sent, self.backward[place])
+        self.tasks[made].wait_for_previous(*sent, self.backward[layer_index])
         done = self._whole_update(part, (made,))
-        self.tasks[self.forward[place]].wait_for(done)
+        self.tasks[self.forward[layer_index]].wait_for(done)
         return -1
 
     def _join_steps(self) -> None:
@@ -382,10 +384,10 @@ class _Builder:
                 continue
             is_lazy = self.plan.overlap and part.kind in self.plan.lazy
             owners = {self.parameters[p].layer for p in part.parameters} if is_lazy else {0}
-            for place in owners:
-                needed.setdefault(place, set()).add(final)
-        for place, own in needed.items():
-            self.tasks[self.forward[place]].wait_for_previous(*sorted(own))
+            for layer_index in owners:
+                needed.setdefault(layer_index, set()).add(final)
+        for layer_index, own in needed.items():
+            self.tasks[self.forward[layer_index]].wait_for_previous(*sorted(own))
 
 
 def simulate(scenario: Scenario, plan: LayerPlan) -> Prediction:

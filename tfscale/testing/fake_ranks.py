@@ -23,10 +23,10 @@ def _replaced(stand_ins: Mapping[str, Any]) -> Iterator[None]:
     import tfscale.keras  # needs TensorFlow
 
     with contextlib.ExitStack() as stack:
-        for place, stand_in in stand_ins.items():
-            name = place.partition(".")[2]
+        for path_in_comm, stand_in in stand_ins.items():
+            name = path_in_comm.partition(".")[2]
             own = [module for module in (tfscale, tfscale.keras) if hasattr(module, name)]
-            for path in (f"tfscale.comm.{place}", *(f"{m.__name__}.{name}" for m in own)):
+            for path in (f"tfscale.comm.{path_in_comm}", *(f"{m.__name__}.{name}" for m in own)):
                 stack.enter_context(mock.patch(path, stand_in))
         yield
 
@@ -125,7 +125,7 @@ class FakeRanks:
         if average is not None or op is None:
             op = tfscale.Sum if average is False else tfscale.Average
         items = [np.asarray(item) for item in self._exchange(tensor)]
-        every = np.stack(items if prescale_factor == 1 else [prescale_factor * i for i in items])
+        values = np.stack(items if prescale_factor == 1 else [prescale_factor * i for i in items])
         reduce: Any = {
             tfscale.Average: np.mean,
             tfscale.Sum: np.sum,
@@ -133,7 +133,7 @@ class FakeRanks:
             tfscale.Min: np.min,
             tfscale.Product: np.prod,
         }[op]
-        result = reduce(every, axis=0)
+        result = reduce(values, axis=0)
         return result if postscale_factor == 1 else postscale_factor * result
 
     def _grouped_allreduce(self, tensors: Any, *args: Any, **options: Any) -> list[Any]:

@@ -70,9 +70,9 @@ def take_collectives() -> list[Collective]:
 
     if not events.has_events():
         return []
-    found = events.drain()
+    records = events.drain()
     times = ("bytes", "posted_ns", "started_ns", "ended_ns", "plan", "slot")
-    rows = zip(*(found[found["slot"] >= 0][name].tolist() for name in times), strict=True)
+    rows = zip(*(records[records["slot"] >= 0][name].tolist() for name in times), strict=True)
     return [Collective(backend().slot_name(*row[-2:]), *row) for row in rows]
 
 
@@ -166,9 +166,9 @@ def process_sets() -> list[Any]:
 
 def forget_process_sets() -> None:
     """Remove all sets of the program, so that the same ranks can be added again. Collective."""
-    for known in process_sets():
-        if type(known) is _runtime().ProcessSet:  # others are the library's own
-            _runtime().remove_process_set(known)
+    for process_set in process_sets():
+        if type(process_set) is _runtime().ProcessSet:  # others are the library's own
+            _runtime().remove_process_set(process_set)
 
 
 def _runtime() -> Any:

@@ -60,17 +60,17 @@ def start(
         folder: Folder to start in, by default the current one.
         errors: File for what is written to standard error.
     """
-    words, given = list(command), dict(env or {})
+    arguments, variables = list(command), dict(env or {})
     if size:
         is_root, n_cores = os.geteuid() == 0, count_cores()
-        spec = mpi_command.LaunchSpec(tuple(words), size, is_root=is_root, n_cores=n_cores)
+        spec = mpi_command.LaunchSpec(tuple(arguments), size, is_root=is_root, n_cores=n_cores)
         mpi = mpi_command.find_mpi()
-        words = mpi_command.build_command(spec, mpi)
-        given |= mpi_command.allocation_variables(spec, mpi, {**environment(), **given})
-    job, environ = mpi_command.new_job({**environment(), **given})
+        arguments = mpi_command.build_command(spec, mpi)
+        variables |= mpi_command.allocation_variables(spec, mpi, {**environment(), **variables})
+    job, environ = mpi_command.new_job({**environment(), **variables})
     with output.open("wb") as file, (errors or Path(os.devnull)).open("wb") as error_file:
         process = subprocess.Popen(
-            words,
+            arguments,
             cwd=folder,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -137,9 +137,9 @@ def run_command(
     with tempfile.TemporaryDirectory(prefix="tfscale-command-") as name:
         output, errors = Path(name) / "output", Path(name) / "errors"
         errors.touch()
-        own = errors if errors_apart else None
+        error_file = errors if errors_apart else None
         began = time.monotonic()
-        started = start(command, output, size=size, env=env, folder=folder, errors=own)
+        started = start(command, output, size=size, env=env, folder=folder, errors=error_file)
         code: int | None = None
         try:
             code = started.process.wait(timeout_s)

@@ -135,10 +135,10 @@ class _Job:
     ) -> None:
         self._size, self._cases, self._limits, self._folder = size, cases, limits, folder
         (folder / "cases.json").write_text(json.dumps(cases))
-        words = [sys.executable, "-m", "tfscale.testing.worker", str(folder)]
+        arguments = [sys.executable, "-m", "tfscale.testing.worker", str(folder)]
         path = [os.getcwd(), *sys.path, environment().get("PYTHONPATH", "")]
         env = {"PYTHONPATH": os.pathsep.join(filter(None, path)), **env}
-        self.started = start(words, folder / "output", size=size, env=env)
+        self.started = start(arguments, folder / "output", size=size, env=env)
 
     def run(self) -> list[RankResult]:
         """Return the outcomes of the functions that ran: at least the first, perhaps not all."""
@@ -277,9 +277,9 @@ def require_equal_ranks(variables: Iterable[Any]) -> None:
         True
     """
     own = [(getattr(v, "path", ""), np.asarray(_array(v))) for v in variables]
-    every = tfscale.allgather_object(own)
-    for rank, theirs in enumerate(every):
-        for (name, value), (_, first) in zip(theirs, every[0], strict=True):
+    values_by_rank = tfscale.allgather_object(own)
+    for rank, theirs in enumerate(values_by_rank):
+        for (name, value), (_, first) in zip(theirs, values_by_rank[0], strict=True):
             if value.dtype != first.dtype or value.tobytes() != first.tobytes():
                 message = f"{name or 'a value'} of rank {rank} differs from that of rank 0"
                 np.testing.assert_array_equal(value, first, err_msg=message, strict=True)

@@ -52,15 +52,15 @@ def exchange(folder: Path, step: int, rank: int, size: int, outcome: dict[str, A
 
 def main(folder: Path) -> None:
     """Run all functions that the folder lists."""
-    own = folder / f"stacks..{os.getpid()}"
-    stacks = own.open("w")  # kept open for good
+    stack_file = folder / f"stacks..{os.getpid()}"
+    stacks = stack_file.open("w")  # kept open for good
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     import tfscale
 
     tfscale.init()
     rank, size = tfscale.rank(), tfscale.size()
-    own.rename(folder / f"stacks.{rank}.{os.getpid()}")
+    stack_file.rename(folder / f"stacks.{rank}.{os.getpid()}")
     exchange(folder, 0, rank, size, {"status": "ok"})  # the first limit of time is fair
     for step, case in enumerate(json.loads((folder / "cases.json").read_text()), 1):
         statuses = exchange(folder, step, rank, size, run_case(case))

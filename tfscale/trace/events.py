@@ -35,7 +35,7 @@ class Listener:
         self._limit = limit
         if not has_events():
             raise ExchangeError(
-                "Collectives are timed by tfscale's engine. Received: the backend "
+                "backend must be 'engine' to time calls. Received: the backend "
                 f"{runtime.backend().name!r}. Start with an MPI launcher, or backend='engine'."
             )
         self._none = drain()[:0]
@@ -90,7 +90,7 @@ def stamp_updates(variables: Sequence[Any]) -> None:
     graph = tf.compat.v1.get_default_graph()
     raw = [raw_variable(v) for v in variables]
     captured = [graph.capture(v.handle) for v in raw]
-    own = {handle.name: handle for handle in captured}
+    captured_by_name = {handle.name: handle for handle in captured}
     device = {handle.name: v.device for handle, v in zip(captured, raw, strict=True)}
     ops = [op for op in graph.get_operations() if has_slot(op)]
     if not ops:
@@ -98,11 +98,11 @@ def stamp_updates(variables: Sequence[Any]) -> None:
     n_stamps = sum(op.type == STAMP for op in ops)
     groups = []
     for op in ops:
-        handles = [t for t in op.inputs if t.dtype == tf.resource and t.name in own]
+        handles = [t for t in op.inputs if t.dtype == tf.resource and t.name in captured_by_name]
         if handles and op.type != STAMP:
-            groups.append([own.pop(handle.name) for handle in handles])
+            groups.append([captured_by_name.pop(handle.name) for handle in handles])
     plan = int(ops[0].get_attr("plan"))
-    rest = by_device(own.values(), lambda handle: device[handle.name])
+    rest = by_device(captured_by_name.values(), lambda handle: device[handle.name])
     for handles in [*groups, *rest]:
         n_stamps += 1
         runtime.backend().stamp(handles, plan, -n_stamps)

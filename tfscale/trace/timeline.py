@@ -101,15 +101,15 @@ def stop_timeline() -> None:
     global _recording
     if _recording is None:
         raise ExchangeError(
-            "A timeline can be stopped while it is recorded. Received: a call without one. "
-            "Call start_timeline(path) first."
+            "stop_timeline() needs an open timeline. Received: a call without one. Call "
+            "start_timeline(path) first."
         )
     recording, _recording = _recording, None
     recording.clocks.measure()
-    every = objects.allgather_object(recording.finish(), name="timeline")
+    records = objects.allgather_object(recording.finish(), name="timeline")
     if runtime.rank() == 0:
-        entries = [entry for rank, _ in every for entry in rank]
-        write_trace(recording.path, entries, [error for _, error in every])
+        entries = [entry for rank, _ in records for entry in rank]
+        write_trace(recording.path, entries, [error for _, error in records])
 
 
 def note_span(name: str, begin_ns: int, end_ns: int) -> None:
@@ -159,7 +159,7 @@ def _start(path: Path, is_automatic: bool) -> None:
     global _recording
     if _recording is not None:
         raise ExchangeError(
-            f"One timeline can be recorded at a time. Received: file_path={str(path)!r} while "
+            f"Two timelines cannot run at once. Received: file_path={str(path)!r} while "
             f"{str(_recording.path)!r} is open. Call stop_timeline() first, or unset "
             "TFSCALE_TIMELINE."
         )

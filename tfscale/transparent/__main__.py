@@ -59,13 +59,13 @@ def read_verify(text: str) -> str | int:
     raise argparse.ArgumentTypeError(f"off, first or a number of steps. Received: {text}")
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the options of this module, and the program with its arguments."""
     at = 0
-    while at < len(words) and words[at].startswith("--") and words[at] != "--":
-        at += 1 if "=" in words[at] or words[at] in _FLAGS else 2
-    program = list(words[at:])
-    return list(words[:at]), program[1:] if program[:1] == ["--"] else program
+    while at < len(arguments) and arguments[at].startswith("--") and arguments[at] != "--":
+        at += 1 if "=" in arguments[at] or arguments[at] in _FLAGS else 2
+    program = list(arguments[at:])
+    return list(arguments[:at]), program[1:] if program[:1] == ["--"] else program
 
 
 def run(program: Sequence[str]) -> None:
@@ -109,9 +109,9 @@ def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackTyp
     return trace
 
 
-def main(words: Sequence[str]) -> Any:
+def main(arguments: Sequence[str]) -> Any:
     """Distribute, then run the program; its exceptions and exit status are those of Python."""
-    options, program = split(words)
+    options, program = split(arguments)
     parser = _parser()
     settings = {n: v for n, v in vars(parser.parse_args(options)).items() if v is not None}
     if not program or (program[0] in ("-m", "-c") and len(program) == 1):

@@ -68,7 +68,7 @@ def find_differences(
     tolerance = max(epsilon**0.5, 1e-6)  # some ops, such as CTC, compute in float32 at most
     gradients = [v.array for (kind, _), v in alone.items() if kind == "gradient" and v.array.size]
     largest = max((_magnitude(array) for array in gradients), default=0.0)
-    found = []
+    differences = []
     for key, value in alone.items():
         other = combined.get(key)
         if other is None and value.kind == "variable" and not np.any(value.change):
@@ -76,11 +76,11 @@ def find_differences(
         if other is None or other.array.shape != value.array.shape:
             shape = None if other is None else other.array.shape
             text = f"{value.kind} {value.name!r} has shape {shape} instead of {value.array.shape}"
-            found.append(Difference(value.kind, text, float("nan")))
+            differences.append(Difference(value.kind, text, float("nan")))
             continue
         if value.array.dtype.kind in "iub":
             if not np.array_equal(value.array, other.array):
-                found.append(_describe(value, other))
+                differences.append(_describe(value, other))
             continue
         allowed = tolerance * _magnitude(value.change)
         if value.kind == "gradient":
@@ -92,9 +92,9 @@ def find_differences(
             distance = np.abs(value.array.astype(np.float64) - other.array.astype(np.float64))
         are_equal = ~(np.isfinite(value.array) | np.isfinite(other.array))
         if not np.all(are_equal | (distance <= allowed)):
-            found.append(_describe(value, other))
+            differences.append(_describe(value, other))
     order = ("output", "loss or metric", "variable", "gradient")
-    return tuple(sorted(found, key=lambda difference: order.index(difference.kind)))
+    return tuple(sorted(differences, key=lambda difference: order.index(difference.kind)))
 
 
 def _magnitude(array: np.ndarray) -> float:
@@ -154,8 +154,8 @@ def explain(method: str, n_ranks: int, differences: Sequence[Difference]) -> str
         shown += f"; and {len(differences) - _MAX_SHOWN} more"
     listed = " ".join(f"({number}) {cause}." for number, cause in enumerate(causes, 1))
     return (
-        f"The step of {method} on {n_ranks} ranks differs from that of one process; no weight was "
-        f"changed. Received: {shown}. Usual causes, the likeliest first: {listed} With --verify "
-        "off, or verify='off', the script trains all the same. See docs/distribute.md, section "
+        f"{method} on {n_ranks} ranks differs from a step of one process; no weight was changed. "
+        f"Received: {shown}. Usual causes, the likeliest first: {listed} With --verify off, or "
+        "verify='off', the script trains all the same. See docs/distribute.md, section "
         "'Verification'."
     )

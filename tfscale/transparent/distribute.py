@@ -223,8 +223,8 @@ class Distributed:
         """Let the steps of a model compute shares; return the comparisons of its batches."""
         if is_alone():
             raise ConfigError(
-                "Under tfscale.distribute all ranks compute the steps of a model together. "
-                "Received: a call such as model.predict in a callback that writes or logs, which "
+                "model.predict and the like must be called on all ranks under "
+                "tfscale.distribute. Received: a call in a callback that writes or logs, which "
                 "runs on rank 0 only. Make the call in a keras.callbacks.Callback of its own."
             )
         if model not in self._models:
@@ -249,10 +249,12 @@ class Distributed:
     def _prepare_training(self, model: keras.Model) -> BatchComparison:
         """Prepare a model, and wrap its optimizers."""
         batches = self._prepare(model)["train_step"]
-        own = {n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)}
+        attributes = {
+            n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)
+        }
         # One for each, also of two attributes, or of a model that was compiled again.
-        wrapped = {id(o.__wrapped__): o for o in own.values() if is_wrapped(o)}
-        for name, value in own.items():
+        wrapped = {id(o.__wrapped__): o for o in attributes.values() if is_wrapped(o)}
+        for name, value in attributes.items():
             if is_wrapped(value):
                 continue
             if id(value) not in wrapped:
@@ -269,8 +271,8 @@ class Distributed:
         inner = (each for outer in self._updated_by for each in inner_optimizers(outer))
         if rule not in self._updated_by and all(each is not rule for each in inner):
             raise ConfigError(
-                "tfscale.distribute knows the optimizers of compiled models, those that a "
-                "model has as attributes included, in fit and train_on_batch. Received: "
+                "optimizer must be of a compiled model, or its attribute, and used in fit or "
+                "train_on_batch, under tfscale.distribute. Received: "
                 f"{type(rule).__name__}.apply elsewhere, such as in a loop with GradientTape. "
                 "Use tfscale.DistributedOptimizer and tfscale.data.GlobalBatches, or "
                 "train_step, instead of tfscale.distribute: see docs/distribute.md."
@@ -354,11 +356,11 @@ def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
 
     `Synchronize` is added, and callbacks that write run on rank 0.
     """
-    own = _listed(callbacks)
-    loggers = [c for c in own if isinstance(c, keras.callbacks.CSVLogger)]
+    listed = _listed(callbacks)
+    loggers = [c for c in listed if isinstance(c, keras.callbacks.CSVLogger)]
     everywhere = [c for c, differs in zip(loggers, share_logs(loggers), strict=True) if differs]
     changed: list[Any] = []
-    for callback in own:
+    for callback in listed:
         if type(callback) is keras.callbacks.BackupAndRestore:
             options = (callback.save_freq, callback.double_checkpoint, callback.delete_checkpoint)
             changed.append(BackupAndRestore(callback.backup_dir, *options))
@@ -402,8 +404,8 @@ def _refuse_stateful(model: keras.Model) -> None:
     stateful = [layer.name for layer in layers_of(model) if getattr(layer, "stateful", False)]
     if stateful:
         raise ConfigError(
-            "tfscale.distribute cuts each batch into rows for the ranks, and a stateful layer "
-            f"keeps a state for every row of the whole batch. Received: layer {stateful[0]!r} "
+            "stateful=True needs a state for every row of the whole batch, which "
+            f"tfscale.distribute cuts into rows for the ranks. Received: layer {stateful[0]!r} "
             "with stateful=True. Use stateful=False, or train without tfscale.distribute, with "
             "sequences of its own for each rank: see docs/data.md."
         )
@@ -416,10 +418,10 @@ def _without_replicas(scope: Any, strategy: Any) -> Any:
     n_replicas, name = strategy.num_replicas_in_sync, type(strategy).__name__
     if n_replicas > 1 or "ParameterServer" in name:
         raise ConfigError(
-            "tfscale.distribute divides each batch between ranks, and a strategy of "
-            f"tf.distribute must not divide it again. Received: the scope of a {name} with "
-            f"{n_replicas} replicas. Start one rank for each device, and show it that device "
-            "alone (CUDA_VISIBLE_DEVICES), or leave strategy.scope() out."
+            "strategy.scope() must not be used with tfscale.distribute, which divides each "
+            f"batch itself. Received: the scope of a {name} with {n_replicas} replicas. Start "
+            "one rank for each device, and show it that device alone (CUDA_VISIBLE_DEVICES), or "
+            "leave strategy.scope() out."
         )
     return contextlib.nullcontext(strategy)  # of one device, where a rank computes anyway
 
@@ -431,9 +433,9 @@ def _without_workers(
     tasks = [task for job in resolver.cluster_spec().as_dict().values() for task in job]
     if len(tasks) > 1:
         raise ConfigError(
-            "tfscale.distribute lets its own ranks train together, and TensorFlow's workers "
-            f"would wait for each other. Received: {type(strategy).__name__} with a cluster "
-            f"of {len(tasks)} tasks. Unset TF_CONFIG, and name the hosts to `tfscale run -H`."
+            "TF_CONFIG must be unset under tfscale.distribute: TensorFlow's workers would wait "
+            f"for each other. Received: {type(strategy).__name__} with a cluster of {len(tasks)} "
+            "tasks. Unset TF_CONFIG, and name the hosts to `tfscale run -H`."
         )
     init(strategy, cluster_resolver, *args, **options)
 
@@ -451,16 +453,16 @@ def _compared(batches: BatchComparison, data: Any, method: str, call: Callable[[
     return result
 
 
-def _require_equal_arguments(given: dict[str, Any], method: str) -> None:
+def _require_equal_arguments(arguments: dict[str, Any], method: str) -> None:
     """Compare arrays and plain settings over ranks. Collective."""
-    if isinstance(given.get("x"), GlobalBatches):
+    if isinstance(arguments.get("x"), GlobalBatches):
         raise ConfigError(
-            f"tfscale.distribute cuts batches itself. Received: x=GlobalBatches in {method}. Pass "
-            "the arrays or the dataset, with batch_size for all ranks together."
+            f"x must be arrays or a dataset. Received: x=GlobalBatches in {method}. Pass the "
+            "arrays or the dataset, with batch_size for all ranks together."
         )
-    own = {name: _describe(value) for name, value in given.items() if name != "callbacks"}
+    described = {name: _describe(value) for name, value in arguments.items() if name != "callbacks"}
     hint = "Read or generate the same data on every rank; tfscale.distribute gives each its part."
-    objects.require_equal(own, f"Arguments of {method}", hint)
+    objects.require_equal(described, f"Arguments of {method}", hint)
 
 
 def _describe(value: Any) -> str:

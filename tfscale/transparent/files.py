@@ -91,17 +91,19 @@ class WrittenOnce(RankZero):
         except Exception as error:
             failure = error
         if not runtime.is_single():
-            own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            failure_text = "" if failure is None else f"{type(failure).__name__}: {failure}"
             objects.raise_together(
-                own, lambda errors: failure or self._incomplete(errors), "end of a writing callback"
+                failure_text,
+                lambda errors: failure or self._incomplete(errors),
+                "end of a writing callback",
             )
         elif failure is not None:
             raise failure
 
     def _incomplete(self, errors: str) -> ExchangeError:
         return ExchangeError(
-            "A callback of rank 0 must end without an error, or its files are not complete. "
-            f"Received: {type(self.callback).__name__} and {errors}. Correct what it reports there."
+            f"{type(self.callback).__name__} failed on rank 0, and its files are not complete. "
+            f"Received: {errors}. Correct what it reports there."
         )
 
 
@@ -141,30 +143,30 @@ class Downloads:
 
     def get_in_turn(self, get_file: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `get_file`: one rank of a host downloads, others find the file."""
-        given = arguments_of(get_file, *args, **kwargs)
-        names = (given["cache_subdir"], given["fname"], given["origin"])
+        arguments = arguments_of(get_file, *args, **kwargs)
+        names = (arguments["cache_subdir"], arguments["fname"], arguments["origin"])
         key = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
-        lock = folder_of_downloads(given["cache_dir"]) / _LOCKS / key
+        lock = folder_of_downloads(arguments["cache_dir"]) / _LOCKS / key
         with _locked(lock) as (is_locked, has_waited):
-            return self._take_turn(get_file, given, lock if is_locked else None, has_waited)
+            return self._take_turn(get_file, arguments, lock if is_locked else None, has_waited)
 
     def _take_turn(
-        self, get_file: Any, given: dict[str, Any], path: Path | None, has_waited: bool
+        self, get_file: Any, arguments: dict[str, Any], path: Path | None, has_waited: bool
     ) -> Any:
         record = read_json(path) if path else {}
-        known = record if record.get("job") == self._job else {}
-        if has_waited and known.get("error"):
+        job_record = record if record.get("job") == self._job else {}
+        if has_waited and job_record.get("error"):
             raise ExchangeError(
-                "A file is downloaded by one rank of each host. Received: on another rank "
-                f"{known['error']}. Look at {given['origin']}, or put the file into the folder."
+                f"Could not download a file. Received: on another rank {job_record['error']}. "
+                f"Look at {arguments['origin']}, or put the file into the folder."
             )
-        n_forced = known.get("n_forced", 0)
-        if given["force_download"]:
+        n_forced = job_record.get("n_forced", 0)
+        if arguments["force_download"]:
             self._n_forced[path] += 1
-            given["force_download"] = n_forced < self._n_forced[path]  # else done for all
+            arguments["force_download"] = n_forced < self._n_forced[path]  # else done for all
         record, error = {"job": self._job, "n_forced": max(n_forced, self._n_forced[path])}, ""
         try:
-            return get_file(**given)
+            return get_file(**arguments)
         except BaseException as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise
@@ -338,12 +340,12 @@ def share_logs(loggers: Sequence[keras.callbacks.CSVLogger]) -> list[bool]:
 
     Each file is then written by the first rank that names it.
     """
-    own = [os.path.abspath(logger.filename) for logger in loggers]
-    every = objects.allgather_object(own, name="files of CSVLogger") if own else [own]
+    paths = [os.path.abspath(logger.filename) for logger in loggers]
+    paths_by_rank = objects.allgather_object(paths, name="files of CSVLogger") if paths else [paths]
     differ = []
-    for place, callback in enumerate(loggers):
-        names = [of_rank[place] for of_rank in every]
+    for position, callback in enumerate(loggers):
+        names = [of_rank[position] for of_rank in paths_by_rank]
         differ.append(len(set(names)) > 1)
-        if differ[-1] and names.index(own[place]) != runtime.rank():
+        if differ[-1] and names.index(paths[position]) != runtime.rank():
             write_to(callback, os.devnull)
     return differ

@@ -369,7 +369,7 @@ def _unoptimized() -> Iterator[None]:
     """Run functions as they were traced, within a block.
 
     A trial runs a few times only. TensorFlow's graph optimizer takes longer than that, and its time
-    grows with the square of the number of variables (`DependencyOptimizer`).
+    grows with the square of the number of variables.
     """
     options = tf.config.optimizer
     was_disabled = options.get_experimental_options().get("disable_meta_optimizer", False)
@@ -528,12 +528,14 @@ class _Trial:
         skipped += [v for metric in metrics_of(model) for v in metric.variables]
         skipped_handles = {id(raw_variable(variable).handle) for variable in skipped}
         state = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
-        known = {id(raw_variable(v).handle): v.path for v in distinct([*model.variables, *state])}
+        path_by_handle = {
+            id(raw_variable(v).handle): v.path for v in distinct([*model.variables, *state])
+        }
         others = {id(v.handle): v.name for v in self._concrete.graph.variables}
         for (handle, dtype), old in zip(handles, before, strict=True):
             if id(handle) in skipped_handles or not (dtype.is_floating or dtype.is_integer):
                 continue
-            name = known.get(id(handle), others.get(id(handle), "of the script"))
+            name = path_by_handle.get(id(handle), others.get(id(handle), "of the script"))
             new = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype).numpy()
             values.append(Value("variable", name, new, new - old.numpy()))
         return values

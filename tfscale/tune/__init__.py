@@ -100,13 +100,13 @@ def _tune_groups(options: argparse.Namespace) -> int:
     numbers = [1, *check_groups(read_numbers(options.groups, "--groups"))]
     if options.interval < 1 or options.steps < 2 * options.interval:
         raise ConfigError(
-            "A probe must hold two averages or more. Received: "
-            f"--steps {options.steps} --interval {options.interval}. Use more steps."
+            f"--steps must hold two averages or more. Received: --steps {options.steps} "
+            f"--interval {options.interval}. Use more steps."
         )
     rate = options.learning_rate
     require(rate is None or rate > 0, "--learning-rate", "above 0", rate)
     if not Path(options.script).is_file():
-        raise ConfigError(f"There must be a training script. Received: {options.script}.")
+        raise ConfigError(f"script must be a file. Received: {options.script}.")
     _make_folder(options.output)
     made = _made("groups", options, ("groups", "steps", "interval", "learning_rate", "rate_rule"))
     probes = []
@@ -114,9 +114,9 @@ def _tune_groups(options: argparse.Namespace) -> int:
         sys.stderr.write(f"Probing {groups} groups ...\n")
         names = ("interval", "steps", "rate_rule", "learning_rate")
         settings = {name: vars(options)[name] for name in names} | {"groups": groups}
-        found = _run_probe(groups, settings, options)
-        series = {name: tuple(found[name]) for name in ("distances", "losses")}
-        probes.append(GroupProbe(**found | series))
+        measured = _run_probe(groups, settings, options)
+        series = {name: tuple(measured[name]) for name in ("distances", "losses")}
+        probes.append(GroupProbe(**measured | series))
     text = write_report(probes, options.output, made)
     sys.stdout.write(f"{text}Results are in {options.output}.\n")
     return 0
@@ -141,9 +141,9 @@ def _made(name: str, options: argparse.Namespace, settings: Sequence[str]) -> di
 
     given = {key: vars(options)[key] for key in settings if vars(options)[key] is not None}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
-    words = ["tfscale", "tune", name, *flags, options.script, *options.arguments]
+    command = ["tfscale", "tune", name, *flags, options.script, *options.arguments]
     # Seeds are the script's; the order of measured samples has seed 0.
-    return {"command": shlex.join(words), **_seed_of(options.arguments), **describe()}
+    return {"command": shlex.join(command), **_seed_of(options.arguments), **describe()}
 
 
 def _seed_of(arguments: Sequence[str]) -> dict[str, str]:
@@ -160,8 +160,8 @@ def check_groups(numbers: Sequence[int]) -> list[int]:
     chosen = [n for n in numbers if n != 1]
     if not chosen or chosen[0] < 2 or chosen[1:] != [2 * n for n in chosen[:-1]]:
         raise ConfigError(
-            "Numbers of groups must double from one to the next, from 2 on. Received: "
-            f"--groups {','.join(map(str, numbers))}. Example: --groups 2,4,8."
+            "--groups must double from one to the next, from 2 on. Received: --groups "
+            f"{','.join(map(str, numbers))}. Example: --groups 2,4,8."
         )
     return chosen
 
@@ -170,17 +170,17 @@ def _run_probe(ranks: int, settings: dict[str, Any], options: argparse.Namespace
     with tempfile.TemporaryDirectory() as folder:
         result, hosts = Path(folder) / "probe.json", vars(options).get("hosts")
         settings |= {"output": str(result)}
-        words = [
+        command = [
             *("run", "-np", str(ranks)),
             *(("-H", hosts, "--") if hosts else ()),
             *(sys.executable, "-m", "tfscale.tune.scripts", json.dumps(settings)),
             *(options.script, *options.arguments),
         ]
-        code = options.run_apart(words)
+        code = options.run_apart(command)
         if code or not result.exists():
             raise ConfigError(
-                "The script must train with model.fit for all steps of a probe. Received: exit "
-                f"code {code} with {ranks} ranks. Its output is above."
+                "script must train with model.fit for all steps of a probe. Received: exit code "
+                f"{code} with {ranks} ranks. Its output is above."
             )
         return json.loads(result.read_text())
 
@@ -209,16 +209,16 @@ def _tune_compression(options: argparse.Namespace) -> int:
     from tfscale.measure.compression import write_report
 
     names = [name.strip() for name in options.compressions.split(",")]
-    known = [name for name in vars(Compression) if not name.startswith("_")]
-    fits = len({*names}) == len(names) and {*names} <= {*known}
-    require(fits, "--compressions", f"different ones of {', '.join(known)}", options.compressions)
+    choices = [name for name in vars(Compression) if not name.startswith("_")]
+    fits = len({*names}) == len(names) and {*names} <= {*choices}
+    require(fits, "--compressions", f"different ones of {', '.join(choices)}", options.compressions)
     require(options.seeds >= 1, "--seeds", "1 or more", options.seeds)
     if options.hosts is not None:
         first, _ = parse_places(require_hosts(options.hosts, "-H"))[0]
         if not is_this_host(first):
             raise ConfigError(
-                "Rank 0 must run on this host, where it writes what was measured. Received: "
-                f"-H {options.hosts}. Start tfscale tune on {first}, or name this host first."
+                "-H must begin with this host, where rank 0 writes results. Received: -H "
+                f"{options.hosts}. Start tfscale tune on {first}, or name this host first."
             )
     _make_folder(options.output)
     own = ("np", "hosts", "compressions", "seeds", "epochs", "start_step")
@@ -255,7 +255,9 @@ def _add_links(tuners: argparse._SubParsersAction) -> None:
 def _tune_links(options: argparse.Namespace) -> int:
     """Start the ranks, after checks that would otherwise fail when everything is measured."""
     if options.size < 2:
-        raise ConfigError(f"A link has two ends. Received: -np {options.size}. Use -np 2 or more.")
+        raise ConfigError(
+            f"-np must be 2 or more. Received: -np {options.size}. Links have two ends."
+        )
     require(options.batch >= 1, "--batch", "1 or more", options.batch, "Use 32.")
     spread = options.max_spread
     require(spread >= 0, "--max-spread", "0 or more", spread, "Use 0.3.")
@@ -270,10 +272,10 @@ def _tune_links(options: argparse.Namespace) -> int:
             f"--output must name a file that can be written. Received: {path} ({error}). "
             "Choose another file."
         ) from error
-    words = ["run", "-np", str(options.size)]
+    command = ["run", "-np", str(options.size)]
     if options.hosts is not None:
-        words += ["-H", options.hosts]
+        command += ["-H", options.hosts]
     names = ("output", "model", "model_file", "input_shape", "batch", "max_spread")
     settings = json.dumps({name: vars(options)[name] for name in names})
-    words += ["--", sys.executable, "-m", "tfscale.tune.links", settings]
-    return int(options.run_command(words))
+    command += ["--", sys.executable, "-m", "tfscale.tune.links", settings]
+    return int(options.run_command(command))

@@ -50,9 +50,9 @@ def spread_of(values: Sequence[float]) -> float:
 def _collectives(n_bytes: int, members: ProcessSet) -> dict[str, Callable[[], Any]]:
     """Return an allgather with a result of `n_bytes`, and an allreduce of as many bytes."""
     n_values, size = n_bytes // BYTES_PER_VALUE, members.size()
-    own, whole = tf.ones([n_values // size]), tf.ones([n_values])
+    segment, whole = tf.ones([n_values // size]), tf.ones([n_values])
     calls: dict[str, Callable[[], Any]] = {
-        "allgather": lambda: collectives.allgather(own, process_set=members),
+        "allgather": lambda: collectives.allgather(segment, process_set=members),
         "allreduce": lambda: collectives.allreduce(whole, process_set=members),
     }
     return {name: tf.function(call, autograph=False) for name, call in calls.items()}
@@ -64,12 +64,14 @@ def measure_links(members: ProcessSet) -> list[Round]:
     runs = {n: _collectives(n, members) for n in SIZES}
     rounds = []
     for number in range(-1, ROUNDS):  # the first one warms up
-        found: dict[str, list[float]] = {"allgather": [], "allreduce": []}
+        times_by_collective: dict[str, list[float]] = {"allgather": [], "allreduce": []}
         for own in runs.values():
             for name, run in own.items():
-                found[name].append(layer_times.collective_s(run, members))
+                times_by_collective[name].append(layer_times.collective_s(run, members))
         if number >= 0:
-            rounds.append(link_of(size, found["allgather"], found["allreduce"]))
+            rounds.append(
+                link_of(size, times_by_collective["allgather"], times_by_collective["allreduce"])
+            )
     return rounds
 
 
@@ -77,13 +79,13 @@ def measure_inside() -> list[Round]:
     """Return `measure_links` within the first host, on all ranks. Collective."""
     # Hosts have equally many ranks, with consecutive numbers.
     local = runtime.local_size()
-    own: list[Round] = []
+    rounds: list[Round] = []
     for first in range(0, runtime.size(), local):
         members = own_process_set(list(range(first, first + local)))
         if first <= runtime.rank() < first + local:
-            own = measure_links(members)
+            rounds = measure_links(members)
         collectives.barrier()
-    return objects.allgather_object(own)[0]
+    return objects.allgather_object(rounds)[0]
 
 
 def link_of(size: int, gathers: Sequence[float], sums: Sequence[float]) -> Round:
@@ -129,14 +131,14 @@ def measure_compute() -> list[Round]:
     for number in range(-1, ROUNDS):
         times = [layer_times.middle_s(partial(product, x)) for x in batches]
         memory_s = layer_times.middle_s(update)
-        every = np.max(objects.allgather_object([*times, memory_s]), axis=0)
-        base_s, slope = fit_line(_BATCHES, every[:-1])
+        slowest = np.max(objects.allgather_object([*times, memory_s]), axis=0)
+        base_s, slope = fit_line(_BATCHES, slowest[:-1])
         if number >= 0:
             rounds.append(
                 {
                     "flops_per_s": 2.0 * _WIDTH**2 / slope,
                     "half_batch": base_s / slope,
-                    "memory_bytes_per_s": n_bytes / every[-1],
+                    "memory_bytes_per_s": n_bytes / slowest[-1],
                 }
             )
     return rounds
@@ -149,19 +151,23 @@ def machine_from(
 
     `inside` is empty with one host, or one rank per host.
     """
-    found = {
-        name: [own[name] for own in rounds] for rounds in (links, compute) for name in rounds[0]
+    samples = {
+        name: [rounds_of[name] for rounds_of in rounds]
+        for rounds in (links, compute)
+        for name in rounds[0]
     }
-    middle: dict[str, Any] = {name: statistics.median(own) for name, own in found.items()}
-    spread = {name: spread_of(own) for name, own in found.items()}
+    middle: dict[str, Any] = {
+        name: statistics.median(rounds_of) for name, rounds_of in samples.items()
+    }
+    spread = {name: spread_of(rounds_of) for name, rounds_of in samples.items()}
     # The time of sums is a difference of two times, so the spread of the allreduce is used for it.
     spread["reduce_bytes_per_s"] = spread.pop("allreduce_s")
     del middle["allreduce_s"], spread["half_batch"]
     local, size = runtime.local_size(), runtime.size()
     n_hosts = size // local
-    if own := links if local == size else inside:
-        middle["host_latency_s"] = statistics.median(r["latency_s"] for r in own)
-        middle["host_bytes_per_s"] = statistics.median(r["bytes_per_s"] for r in own)
+    if rounds_of := links if local == size else inside:
+        middle["host_latency_s"] = statistics.median(r["latency_s"] for r in rounds_of)
+        middle["host_bytes_per_s"] = statistics.median(r["bytes_per_s"] for r in rounds_of)
     if n_hosts > 1:  # see Machine.link and Machine.messages_s
         middle["bytes_per_s"] *= share(n_hosts) / share(size)
         inside_s = (size - n_hosts) * middle.get("host_latency_s", 0.0)
@@ -193,10 +199,14 @@ def measure_model(machine: Machine, options: argparse.Namespace, model: keras.Mo
     y = keras.tree.map_structure(lambda t: np.zeros(t.shape, np.float32), model(x))
     alone, _ = _time_layers(model, table, (x, y), overlap=False)
     together, spread_s = _time_layers(model, table, (x, y), overlap=True)
-    found = layer_times.separate(alone, together)
-    known = replace(machine, compute_share=found.compute_share, message_share=found.message_share)
-    own = layer_times.measured_scenario(table, found, size * options.batch, known).machine
-    return replace(own, spread={**machine.spread, f"step of {table.name}": spread_s})
+    measurement = layer_times.separate(alone, together)
+    improved = replace(
+        machine, compute_share=measurement.compute_share, message_share=measurement.message_share
+    )
+    calibrated_machine = layer_times.measured_scenario(
+        table, measurement, size * options.batch, improved
+    ).machine
+    return replace(calibrated_machine, spread={**machine.spread, f"step of {table.name}": spread_s})
 
 
 def _time_layers(
@@ -208,7 +218,7 @@ def _time_layers(
     model.compile(sgd, loss="mse")
     tfscale.prepare(model)
     owners = [name.rpartition("/")[0] for layer in table.layers for name, _ in layer.weights]
-    found = []
+    measurements = []
     for _ in range(3):
         timing = layer_times.time_layers(list(dict.fromkeys(owners)))
         while True:
@@ -216,12 +226,12 @@ def _time_layers(
             try:
                 next(timing)
             except StopIteration as over:
-                found.append(over.value)
+                measurements.append(over.value)
                 break
-        if found[-1] is None:
+        if measurements[-1] is None:
             raise ConfigError(f"{model.name} must have two layers to exchange. Received: fewer.")
-    middle = sorted(found, key=lambda one: one.step_s)[len(found) // 2]
-    return middle, spread_of([one.step_s for one in found])
+    middle = sorted(measurements, key=lambda one: one.step_s)[len(measurements) // 2]
+    return middle, spread_of([one.step_s for one in measurements])
 
 
 # The command
@@ -260,15 +270,16 @@ def main(options: argparse.Namespace) -> int:
     size = runtime.size()
     if not events.has_events() or size < 2:
         raise ExchangeError(
-            "Links are measured by the engine between two ranks or more. Received: backend="
-            f"{runtime.backend().name} with {size}. Start it with tfscale tune links -np 2."
+            "backend must be the engine, with two ranks or more. Received: "
+            f"backend={runtime.backend().name} with {size}. Start it with tfscale tune links -np "
+            "2."
         )
-    every = objects.allgather_object(runtime.local_rank(), name="local ranks")
-    local = size // every.count(0)
-    if every != [rank % local for rank in range(size)]:
+    local_ranks = objects.allgather_object(runtime.local_rank(), name="local ranks")
+    local = size // local_ranks.count(0)
+    if local_ranks != [rank % local for rank in range(size)]:
         raise ExchangeError(
-            "Links are measured between hosts with equally many ranks, started host by host. "
-            f"Received: local ranks {every}, in rank order. Choose -np and -H so that they are."
+            "-np and -H must give hosts equally many ranks, started host by host. Received: "
+            f"local ranks {local_ranks}, in rank order. Choose -np and -H so that they are."
         )
     model = None
     if options.model or options.model_file:  # before the measurements, which take minutes

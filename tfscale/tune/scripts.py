@@ -63,14 +63,14 @@ class Done(Exception):
     """The measurement is complete."""
 
 
-def _run(words: Sequence[str], fit: Callable[..., Any]) -> None:
+def _run(command: Sequence[str], fit: Callable[..., Any]) -> None:
     """Run a script with its arguments and import path, and with `fit` in place of Keras's."""
-    folder = str(Path(words[0]).resolve().parent)
+    folder = str(Path(command[0]).resolve().parent)
     with Patches() as patches, contextlib.suppress(Done):
-        patches.replace(sys, "argv", list(words))
+        patches.replace(sys, "argv", list(command))
         patches.replace(sys, "path", [folder, *sys.path])
         patches.replace(keras.Model, "fit", fit)
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def arguments_of(
@@ -83,40 +83,40 @@ def arguments_of(
 
     An `AdaptiveBatchSize` that stays sets batches and rates, but writes no log.
     """
-    given = inspect.signature(fit).bind(*arguments, **options).arguments
-    callbacks = given.get("callbacks") or []
+    bound = inspect.signature(fit).bind(*arguments, **options).arguments
+    callbacks = bound.get("callbacks") or []
     if isinstance(callbacks, _of_keras.CallbackList):
         callbacks = callbacks.callbacks
-    every = keras.tree.flatten(callbacks)
-    kept = [c for c in every if not isinstance(getattr(c, "callback", c), left_out)]
+    all_callbacks = keras.tree.flatten(callbacks)
+    kept = [c for c in all_callbacks if not isinstance(getattr(c, "callback", c), left_out)]
     for callback in kept:
         if isinstance(callback, ours.AdaptiveBatchSize):
             callback.silence()
-    names = sorted({type(c).__name__ for c in every if c not in kept})
+    names = sorted({type(c).__name__ for c in all_callbacks if c not in kept})
     if names and (not runtime.is_initialized() or runtime.rank() == 0):
         logger.warning("A probe runs without the script's %s.", ", ".join(names))
-    return given | {"callbacks": kept}
+    return bound | {"callbacks": kept}
 
 
 # Gradients at chosen epochs
 
 
 def measure_script(
-    words: Sequence[str], *, batch_sizes: Sequence[int], at_epochs: Sequence[int], samples: int
+    command: Sequence[str], *, batch_sizes: Sequence[int], at_epochs: Sequence[int], samples: int
 ) -> list[Stage]:
     """Run a training script in this process; return the stages that its first `fit` reached.
 
-    `words` are the path of the script and its arguments, `at_epochs` the epochs trained before each
-    call of `measure`, counted from the first of the `fit`.
+    `command` is the path of the script and its arguments, `at_epochs` the epochs trained before
+    each call of `measure`, counted from the first of the `fit`.
     """
-    if not Path(words[0]).is_file():
-        raise ConfigError(f"There must be a training script. Received: {words[0]}: no such file.")
+    if not Path(command[0]).is_file():
+        raise ConfigError(f"script must be a file. Received: {command[0]}: no such file.")
     fits: list[list[Stage]] = []
     fit = keras.Model.fit
 
     def measured_fit(model: Any, *args: Any, **options: Any) -> Any:
-        given = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
-        data, first = _readable(given), given.get("initial_epoch") or 0
+        bound = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
+        data, first = _readable(bound), bound.get("initial_epoch") or 0
         stages: list[Stage] = []
         fits.append(stages)
         left = sorted(set(at_epochs))
@@ -124,11 +124,11 @@ def measure_script(
         def look(n_trained: int) -> None:
             if left and left[0] == n_trained:
                 left.pop(0)
-                weights = given.get("class_weight")
-                found = measure(
+                weights = bound.get("class_weight")
+                measured = measure(
                     model, data, batch_sizes, samples, epoch=n_trained, class_weight=weights
                 )
-                stages.append(found)
+                stages.append(measured)
             if not left:
                 raise Done
 
@@ -136,45 +136,45 @@ def measure_script(
             on_epoch_begin=lambda epoch, logs: look(epoch - first),
             on_epoch_end=lambda epoch, logs: look(epoch + 1 - first),  # the next need not begin
         )
-        return fit(**given | {"callbacks": [*given["callbacks"], watch]})
+        return fit(**bound | {"callbacks": [*bound["callbacks"], watch]})
 
     try:
-        _run(words, measured_fit)
+        _run(command, measured_fit)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise ConfigError(
-                f"The script must run. Received: exit code {error.code} of {' '.join(words)}."
+                f"script failed. Received: exit code {error.code} of {' '.join(command)}."
             ) from error
     if not fits or not fits[0]:
         raise ConfigError(
-            "The script must train with model.fit, for as many epochs as the first stage. "
-            f"Received: {' '.join(words)}, which ended before. Use --stages 0,1."
+            "script must train with model.fit, for as many epochs as the first stage. Received: "
+            f"{' '.join(command)}, which ended before. Use --stages 0,1."
         )
     return fits[0]
 
 
-def _readable(given: dict[str, Any]) -> GlobalBatches:
+def _readable(bound: dict[str, Any]) -> GlobalBatches:
     """Return the training data of `fit`."""
     if runtime.is_initialized() and runtime.size() > 1:
         raise ConfigError(
-            "Gradients are measured in one process. Received: "
-            f"{runtime.size()} ranks. Run `tfscale tune batch-size` without a launcher."
+            f"`tfscale tune batch-size` needs one process. Received: {runtime.size()} ranks. Run "
+            "it without a launcher."
         )
-    if given.get("validation_split") and given.get("validation_data") is None:
+    if bound.get("validation_split") and bound.get("validation_data") is None:
         raise ConfigError(
-            "The samples that are trained on must be known. Received: "
-            f"validation_split={given['validation_split']}. Split the data in the script, and pass "
-            "validation_data to fit."
+            "validation_split must be left out. Received: "
+            f"validation_split={bound['validation_split']}. Split the data in the script, and "
+            "pass validation_data to fit."
         )
-    data, y = given.get("x"), given.get("y")
+    data, y = bound.get("x"), bound.get("y")
     if not isinstance(data, GlobalBatches):
         is_array = hasattr(data, "shape") or isinstance(data, dict | list | tuple)
         if not is_array or y is None:
             raise ConfigError(
-                "The script must train on data that can be read in batches of any size. Received: "
+                "script must train on data that can be read in batches of any size. Received: "
                 f"{type(data).__name__}. Use tfscale.data.GlobalBatches, or arrays x and y."
             )
-        data = GlobalBatches(data, y, sample_weight=given.get("sample_weight"), batch_size=1)
+        data = GlobalBatches(data, y, sample_weight=bound.get("sample_weight"), batch_size=1)
     return data
 
 
@@ -192,13 +192,13 @@ def probed_fit(settings: dict[str, Any]) -> Callable[..., Any]:
     def run(model: Any, *args: Any, **options: Any) -> Any:
         regroup(model, settings)
         left_out = FILES_AND_STOPS + RATES_AND_SIZES
-        given = arguments_of(fit, (model, *args), options, left_out)
-        enlarge(given.get("x"), settings["groups"])
+        bound = arguments_of(fit, (model, *args), options, left_out)
+        enlarge(bound.get("x"), settings["groups"])
         record = ours.ModelDistance()
         # A script may have no callback that averages groups; two would lose the groups' models.
-        unite = [] if show_averages(given["callbacks"]) else [LocalModels()]
-        given["callbacks"] += [*unite, record, GroupsProbe(settings, record)]
-        return fit(**given | {"epochs": 10**6})
+        unite = [] if show_averages(bound["callbacks"]) else [LocalModels()]
+        bound["callbacks"] += [*unite, record, GroupsProbe(settings, record)]
+        return fit(**bound | {"epochs": 10**6})
 
     return run
 
@@ -236,7 +236,7 @@ class GroupsProbe(ours.Callback):
         self._losses += [(total - sum(self._losses[self._n_before :])) / n_new] * n_new
         if self._present_rate() != self._rate:
             raise ConfigError(
-                "Distances are compared at one learning rate. Received: a rate that the script "
+                "learning rate must not change in a probe. Received: a rate that the script "
                 f"changes from {self._rate:.6g} to {self._present_rate():.6g} in step "
                 f"{self._n_steps}. Leave the callback that does so out of the probe, and pass "
                 "--learning-rate."
@@ -267,7 +267,7 @@ def regroup(model: Any, settings: dict[str, Any]) -> None:
         held = rate_of(inner)
         if not isinstance(held, keras.Variable):
             raise ConfigError(
-                "A probe needs one learning rate, that of training after warm-up. Received: a "
+                "--learning-rate must be that of training after warm-up. Received: a "
                 f"{type(held).__name__}. Pass --learning-rate."
             )
         rate = float(keras.ops.convert_to_numpy(held))
@@ -281,7 +281,7 @@ def regroup(model: Any, settings: dict[str, Any]) -> None:
 def _require_distributed(optimizer: Any) -> None:
     if type(optimizer) is not tfscale.DistributedOptimizer:
         raise ConfigError(
-            "The script must use tfscale.DistributedOptimizer. Received: "
+            "script must use tfscale.DistributedOptimizer. Received: "
             f"{type(optimizer).__name__}. Wrap the optimizer."
         )
 
@@ -295,7 +295,7 @@ def enlarge(data: Any, groups: int) -> None:
 # Trainings with several compressions
 
 
-def train_compressed(words: Sequence[str], settings: dict[str, Any]) -> None:
+def train_compressed(command: Sequence[str], settings: dict[str, Any]) -> None:
     """Train a script's model with a compression and a seed; rank 0 writes steps and a metric.
 
     `settings` has "compression", "start_step" (of int4 and low_rank), "seed", "epochs" (or None:
@@ -308,20 +308,20 @@ def train_compressed(words: Sequence[str], settings: dict[str, Any]) -> None:
     build, fit = tfscale.DistributedOptimizer.__init__, keras.Model.fit
     set_seed = keras.utils.set_random_seed
 
-    def write(**found: Any) -> None:
+    def write(**outcome: Any) -> None:
         if not runtime.is_initialized() or runtime.rank() == 0:
-            output.write_text(json.dumps({"compression": name, "seed": seed, **found}))
+            output.write_text(json.dumps({"compression": name, "seed": seed, **outcome}))
 
     def compressed(*args: Any, **options: Any) -> None:
-        given = inspect.signature(build).bind(*args, **options)
-        given.arguments["compression"] = compression
-        build(*given.args, **given.kwargs)
+        bound = inspect.signature(build).bind(*args, **options)
+        bound.arguments["compression"] = compression
+        build(*bound.args, **bound.kwargs)
 
     def short_fit(model: Any, *args: Any, **options: Any) -> Any:
-        given = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
-        epochs = settings["epochs"] or given.get("epochs", 1)
-        if isinstance(given.get("x"), GlobalBatches):
-            given["x"].restore(given["x"].state() | {"seed": seed})
+        bound = arguments_of(fit, (model, *args), options, FILES_AND_STOPS)
+        epochs = settings["epochs"] or bound.get("epochs", 1)
+        if isinstance(bound.get("x"), GlobalBatches):
+            bound["x"].restore(bound["x"].state() | {"seed": seed})
 
         def end(epoch: int, logs: dict[str, Any]) -> None:
             if epoch + 1 < epochs:
@@ -335,15 +335,15 @@ def train_compressed(words: Sequence[str], settings: dict[str, Any]) -> None:
         watch = keras.callbacks.LambdaCallback(
             on_train_begin=lambda logs: _require_distributed(model.optimizer), on_epoch_end=end
         )
-        given["callbacks"] += [report, watch]
-        return fit(**given | {"initial_epoch": 0, "epochs": epochs})
+        bound["callbacks"] += [report, watch]
+        return fit(**bound | {"initial_epoch": 0, "epochs": epochs})
 
     with Patches() as patches:
         patches.replace(tfscale.DistributedOptimizer, "__init__", compressed)
         patches.replace(keras.utils, "set_random_seed", lambda _: set_seed(seed))
         set_seed(seed)
         try:
-            _run(words, short_fit)
+            _run(command, short_fit)
         except ConfigError as error:
             if f"Compression.{name}" not in str(error):
                 raise

@@ -122,8 +122,8 @@ class Library:
                 self._functions[name] = function
         except (OSError, AttributeError, tf.errors.OpError) as error:  # an older one lacks a name
             raise ExchangeError(
-                f"The native library must load. Received: {error}. "
-                "Run `tfscale doctor` to see what is missing, `tfscale build` to build it again."
+                f"Could not load the library. Received: {error}. Run `tfscale doctor` to see "
+                "what is missing, `tfscale build` to build it again."
             ) from error
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -161,12 +161,12 @@ def show_on_signal() -> int:
     return int(_STACK_SIGNAL)
 
 
-def pinned_core(rule: str, place: HostPlace, usable: Sequence[int]) -> int:
+def pinned_core(rule: str, host_place: HostPlace, usable: Sequence[int]) -> int:
     """Return the core of a rank's communication thread, or -1 for any.
 
     Args:
         rule: `Settings.pin_core`.
-        place: Of the rank on its host.
+        host_place: Of the rank on its host.
         usable: Cores that the rank may run on, ascending.
 
     Raises:
@@ -175,16 +175,18 @@ def pinned_core(rule: str, place: HostPlace, usable: Sequence[int]) -> int:
     if rule == "none":
         return -1
     if rule == "last":
-        end = (place.sharers_before + 1) * place.cores  # of this rank's part of shared cores
+        end = (
+            host_place.sharers_before + 1
+        ) * host_place.cores  # of this rank's part of shared cores
         return usable[min(end, len(usable)) - 1]
     first, _, step = rule.partition("+")
     if step:
-        return int(first) + place.local_rank * int(step)
+        return int(first) + host_place.local_rank * int(step)
     cores = rule.split(",")
     remedy = 'Name more of them, or set "last".'
-    known = f"a core for each of the {place.local_size} ranks of a host"
-    require(place.local_rank < len(cores), "TFSCALE_PIN_CORE", known, rule, remedy)
-    return int(cores[place.local_rank])
+    rule_text = f"a core for each of the {host_place.local_size} ranks of a host"
+    require(host_place.local_rank < len(cores), "TFSCALE_PIN_CORE", rule_text, rule, remedy)
+    return int(cores[host_place.local_rank])
 
 
 def _on_gpu(variables: Sequence[Any]) -> bool:
@@ -208,14 +210,16 @@ class EngineBackend(Backend):
         self._library, self._ops = library, library.ops
         self._slots = Slots(library.call)
         self._events = (Event * _EVENTS_KEPT)()
-        place = HostPlace()
-        library.call("host_place", fortran_comm, place)
-        self.local_rank, self.local_size = place.local_rank, place.local_size
-        self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
-        self.n_cores = share_of_cores(place.cores, place.local_size)
+        host_place = HostPlace()
+        library.call("host_place", fortran_comm, host_place)
+        self.local_rank, self.local_size = host_place.local_rank, host_place.local_size
+        self.cross_rank, self.cross_size = host_place.cross_rank, host_place.cross_size
+        self.n_cores = share_of_cores(host_place.cores, host_place.local_size)
         # The last of the ranks that share cores counts them all.
         n_usable = len(os.sched_getaffinity(0))
-        self.is_crowded = place.sharers_before >= n_usable or place.local_size > find_quota()
+        self.is_crowded = (
+            host_place.sharers_before >= n_usable or host_place.local_size > find_quota()
+        )
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,
@@ -224,7 +228,7 @@ class EngineBackend(Backend):
             window_bytes=settings.window_bytes,
             host_memory_bytes=settings.host_memory,
             reduce_threads=settings.reduce_threads or min(4, self.n_cores),
-            pin_core=pinned_core(settings.pin_core, place, sorted(os.sched_getaffinity(0))),
+            pin_core=pinned_core(settings.pin_core, host_place, sorted(os.sched_getaffinity(0))),
             ranks_per_host=settings.ranks_per_host,
             stack_signal=show_on_signal(),
             identity=f"{versions()}, chunks of {settings.chunk_bytes}, "

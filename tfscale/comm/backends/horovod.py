@@ -195,9 +195,9 @@ def load_horovod() -> Any:
         return importlib.import_module("horovod.tensorflow.mpi_ops")
     except Exception as error:
         raise ExchangeError(
-            "The Horovod backend needs Horovod built for the TensorFlow that is installed. "
-            f"Received: {type(error).__name__}: {error}. Run `python tools/build_horovod.py` in "
-            "tfscale's sources, or use backend='engine' under an MPI launcher."
+            "backend='horovod' needs Horovod built for the installed TensorFlow. Received: "
+            f"{type(error).__name__}: {error}. Run `python tools/build_horovod.py` in tfscale's "
+            "sources, or use backend='engine' under an MPI launcher."
         ) from error
 
 
@@ -229,8 +229,8 @@ class HorovodBackend(Backend):
             self._hvd.init(comm=comm, process_sets="dynamic")
         except (ValueError, RuntimeError) as error:
             raise ExchangeError(
-                f"Horovod must start on all ranks. Received: {error}. Start them with horovodrun "
-                "or an MPI launcher, and see what Horovod printed."
+                f"Could not start Horovod. Received: {error}. Start ranks with horovodrun or an "
+                "MPI launcher, and see what Horovod printed."
             ) from error
         hvd = self._hvd
         is_used = {"mpi": hvd.mpi_enabled(), "gloo": hvd.gloo_enabled()}
@@ -238,8 +238,8 @@ class HorovodBackend(Backend):
         if comm is not None and "mpi" not in self.libraries:
             hvd.shutdown()
             raise ConfigError(
-                "comm chooses among the processes of MPI. Received: comm, under Gloo. Start with "
-                "`tfscale run` or mpirun, or use process sets."
+                "comm needs MPI. Received: comm, under Gloo. Start with `tfscale run` or "
+                "mpirun, or use process sets."
             )
         self.rank, self.size = hvd.rank(), hvd.size()
         self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
@@ -302,9 +302,9 @@ class HorovodBackend(Backend):
         # Horovod scatters sums only; others are allreduced, and each member keeps its rows.
         if reduction.op is not ReduceOp.SUM:
             reduced = self.allreduce([tensor], call, reduction)[0]
-            rows, size, own = tf.shape(tensor)[0], call.group.size, call.group.rank
-            begin = own * (rows // size) + tf.minimum(own, rows % size)
-            return reduced[begin : begin + rows // size + tf.cast(own < rows % size, tf.int32)]
+            rows, size, set_rank = tf.shape(tensor)[0], call.group.size, call.group.rank
+            begin = set_rank * (rows // size) + tf.minimum(set_rank, rows % size)
+            return reduced[begin : begin + rows // size + tf.cast(set_rank < rows % size, tf.int32)]
         scaled, terms = scale(widen(tensor), reduction.prescale), reduction.terms()
         options = {**_UNSCALED, "reduce_op": _REDUCE_OPS[reduction.op]}
         own_rows = self._run(self._ops.horovod_reducescatter, scaled, call, terms, **options)

@@ -51,17 +51,17 @@ class Slots:
         if tf.executing_eagerly():
             if threading.current_thread() is not threading.main_thread():
                 raise PlanError(
-                    "Eager collectives must be called from the main thread, where their order is "
-                    f"the same on every rank. Received: {call.label} on "
-                    f"{threading.current_thread().name}. Call it from the main thread, or inside a "
-                    "tf.function that one thread calls at a time."
+                    f"{call.label} must be called from the main thread, where all ranks have the "
+                    f"same order. Received: a call on {threading.current_thread().name}. Call it "
+                    "from the main thread, or inside a tf.function that one thread calls at a "
+                    "time."
                 )
             return Position(EAGER, 0)
         graph = tf.compat.v1.get_default_graph()
         if is_compiled_by_xla(graph):
             raise ExchangeError(
-                "No collective can run inside a function that XLA compiles. Received: "
-                f"jit_compile=True for {call.label}. Compile with jit_compile=False, or let "
+                "jit_compile must be False where collectives run. Received: jit_compile=True "
+                f"for {call.label}. Compile with jit_compile=False, or let "
                 "tfscale.prepare(model) or any tfscale callback do it where it is 'auto'."
             )
         plan = self._plan_of(graph, call)
