@@ -102,6 +102,7 @@ DIRECT = {
     " unit/test_checkpoint_state",
     "checkpoints/variables": "unit/test_callbacks_synchronize unit/test_checkpoint_files"
     " unit/test_optimizer_settings",
+    "data/dataset_batches": "unit/test_dataset_batches",
     "data/global_batches": "unit/test_checkpoint unit/test_checkpoint_state",
     "fit/agreement": "unit/test_checkpoint_state"
     " unit/test_global_batches_records"
@@ -117,6 +118,7 @@ DIRECT = {
     "exchange/residuals": "unit/test_checkpoint_state unit/test_residuals",
     "exchange/states": "unit/test_checkpoint_state",
     "fit/session": "unit/test_fit_session",
+    "internals/datasets": "unit/test_dataset_batches",
     "internals/keras": "unit/test_checkpoint_state",
     "internals/optimizers": "unit/test_optimizer_settings",
     "internals/stack": "unit/test_checkpoint",
