@@ -8,7 +8,7 @@ GROUP_NAMES ?= test dev
 NP ?= 2
 RECIPE ?= edsr
 DATA ?= $(if $(filter edsr,$(RECIPE)),phantom,fashion_mnist)
-ARGS ?= $(if $(filter edsr,$(RECIPE)),--filters 32 --images 400)
+ARGS ?= $(if $(filter edsr,$(RECIPE)),--smoke)
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
 # A recipe's name may carry its depth: resnet20 is recipes/resnet.py --depth 20.
@@ -20,21 +20,27 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv build horovod ddp train test test-all test-venv test-ranks check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
+.PHONY: venv library build horovod ddp train test test-all test-venv test-ranks check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format docs
 
 venv: $(VENV)/.installed
 
-# The package is installed as a link to this folder, without its library: that is `make build`.
-$(VENV)/.installed: pyproject.toml setup.py
+# All that `make train` needs. The package is installed as a link to this folder, without its library.
+# Modules are compiled when they are imported: most never are, and compiling all takes half a minute.
+$(VENV)/.package: pyproject.toml setup.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing TensorFlow, MPI and tools into $(VENV)"
-	@$(PIP) install 'pip>=25.1'
-	@$(PIP) install -e '.[$(EXTRAS)]' $(addprefix --group ,$(GROUP_NAMES))
+	@$(BIN)/python tools/install.py --no-compile -e '.[$(EXTRAS)]'
 	@touch $@
 
-build: venv
+$(VENV)/.installed: $(VENV)/.package
+	@$(PIP) install 'pip>=25.1'
+	@$(BIN)/python tools/install.py $(addprefix --group ,$(GROUP_NAMES))
+	@touch $@
+
+library: $(VENV)/.package
 	@$(BIN)/python tools/build_native.py
+
+build: venv library
 
 # Optional: PyTorch in an environment of its own, for `python -m benchmarks step --systems ddp ...`.
 ddp:
@@ -46,8 +52,7 @@ ddp:
 horovod: build
 	@$(BIN)/python tools/build_horovod.py
 
-train: export TF_CPP_MIN_LOG_LEVEL ?= 2
-train: build
+train: library
 	@$(BIN)/tfscale run -np $(NP) $(BIN)/python $(SCRIPT) --data $(DATA) $(ARGS)
 
 # After `build`, which the wheel shares its objects with: make -j must not compile both at once.

@@ -171,7 +171,7 @@ def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tm
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([], "-np 2 .venv/bin/python recipes/edsr.py  --data phantom --filters 32 --images 400"),
+        ([], "-np 2 .venv/bin/python recipes/edsr.py  --data phantom --smoke"),
         (
             ["RECIPE=resnet20", "DATA=fashion_mnist", "NP=3"],
             "-np 3 .venv/bin/python recipes/resnet.py --depth 20 --data fashion_mnist",
@@ -185,6 +185,18 @@ def test_make_train_runs_the_recipe(given, expected):
     )
     assert done.returncode == 0, done.stderr
     assert expected in done.stdout, done.stdout
+
+
+def test_make_train_leaves_messages_of_tensorflow_to_tfscale_run(tmp_path):
+    """A level of messages in the environment switches off the filter of `tfscale run`."""
+    program = tmp_path / "tfscale"
+    program.write_text("#!/bin/sh\necho level:$TF_CPP_MIN_LOG_LEVEL.\n")
+    program.chmod(0o755)
+    environ = {name: v for name, v in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    words = ["make", "-s", "-o", "library", "train", f"BIN={tmp_path}"]
+    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "level:.\n"
 
 
 # What each room may import: names of tables of pyproject.toml.

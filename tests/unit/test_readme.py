@@ -109,6 +109,7 @@ def test_commands_exist(document, capsys):
 WHERE = {
     "pip install '.[mpich,recipes]'": "test_packaging.py::test_an_installed_wheel_compiles_its",
     "tfscale doctor": "test_doctor.py::test_a_healthy_machine",
+    "tfscale demo": "test_demo.py::test_two_ranks_train_what_one_process_trains",
     "tfscale build --mpicxx /opt/mpi/bin/mpicxx": "test_readme.py::test_a_library_of_another_mpi",
     "tfscale run -np 4 python train.py": "test_readme.py::test_the_example_runs_by_its_commands",
     "tfscale run -np 8 -H node1:4,node2:4 python train.py": "test_readme.py::test_commands_exist",
@@ -190,9 +191,9 @@ def test_an_unchanged_script_is_distributed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_make_train_trains(tmp_path):
-    """The recipe of `make train` at its smallest; what `make build` does is not repeated."""
+    """The recipe of `make train` at its smallest; what `make library` does is not repeated."""
     folders = f"--data_dir={tmp_path} --run_dir={tmp_path}"
-    words = ["make", "-o", "build", "train", f"BIN={Path(sys.executable).parent}"]
+    words = ["make", "-o", "library", "train", f"BIN={Path(sys.executable).parent}"]
     run_command([*words, f"ARGS=--smoke {folders}"], ROOT)
     lines = (tmp_path / "edsr" / "metrics.jsonl").read_text().splitlines()
     assert lines and json.loads(lines[-1])["val_psnr"] > 0

@@ -1,4 +1,4 @@
-"""The command `tfscale`: run, convert, doctor, build, report, plan and tune."""
+"""The command `tfscale`: run, demo, convert, doctor, build, report, plan and tune."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tfscale.comm.places import Places, parse_places, require_hosts, spread
 from tfscale.config import ConfigError, ExchangeError, environment, variable_name
 from tfscale.launcher import mpi_command
 from tfscale.launcher.convert import add_convert
+from tfscale.launcher.demo import add_demo
 from tfscale.launcher.doctor import examine
 from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
@@ -317,6 +318,7 @@ def _report(options: argparse.Namespace) -> int:
 # Functions that add the parser of a command; its `handler` maps the options to an exit code.
 COMMANDS = {
     "run": _add_run,
+    "demo": add_demo,
     "convert": add_convert,
     "doctor": _add_doctor,
     "build": _add_build,
