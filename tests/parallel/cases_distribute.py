@@ -496,7 +496,7 @@ def case_steps_that_need_the_whole_batch_name_its_rows():
         ):
             require_error(
                 failing(step, data),
-                "ConfigError: A step under tfscale.distribute is given the rows of its rank",
+                "failed in a step on its rows of the batch",
                 "tf.shape(x)[0]",
             )
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfscale.transparent.batches import cause_of, digest_of
+from tfscale.fit.batches import cause_of, digest_of
 
 PARALLEL = tf.data.AUTOTUNE
 DTYPES = (

@@ -41,7 +41,7 @@ def grow(*callbacks, data=None, before=(), model=None, rate=0.1, fit_options=Non
 
 
 def dataset():
-    return tf.data.Dataset.from_tensor_slices(arrays()).batch(6)
+    return tf.data.Dataset.from_tensor_slices(arrays())  # of samples, not of batches
 
 
 class LooksAtValues(keras.Model):
@@ -68,7 +68,8 @@ REFUSED = [
     # AdaptiveBatchSize
     ("max_batch_size=96, samples=48", lambda: grow(maximum=96)),
     ("start_batch_size=6, max_batch_size=3", lambda: grow(maximum=3)),
-    ("Received: data=.*GlobalBatches", lambda: grow(data=dataset())),
+    ("Received: data=tuple", lambda: grow(data=arrays())),
+    ("parts of a batch with 1, 4 rows", lambda: grow(data=dataset())),
     ("another object, GlobalBatches", lambda: grow(fit_options={"data": make_data()})),
     ("BatchSizeSchedule and AdaptiveBatch", lambda: grow(BatchSizeSchedule({1: 12}))),
     ("BatchSizeSchedule and AdaptiveBatch", lambda: grow(before=[BatchSizeSchedule({1: 12})])),
@@ -107,7 +108,7 @@ REFUSED = [
     ("=9, size=2", lambda: fit(BatchSizeSchedule({1: 9}), data=as_rank(make_data(), 0, 2))),
     ("learning_rate=ExponentialDecay", lambda: fit(BatchSizeSchedule({1: 12}), rate=DECAY)),
     ("=Scalable", lambda: fit(BatchSizeSchedule({1: 12}), rate=tfscale.ScalableSchedule(DECAY))),
-    ("Use tfscale.data.GlobalBatches", lambda: fit(BatchSizeSchedule({1: 12}), data=dataset())),
+    ("parts of a batch with 1, 4 rows", lambda: fit(BatchSizeSchedule({1: 12}), data=dataset())),
     ("Schedule and Batch", lambda: fit(*(BatchSizeSchedule({n: 12}) for n in (1, 2)))),
     ("rule='cubic'", lambda: LearningRateScaling(0.1, 6, 12, "cubic")),
     ("batch_size=0", lambda: LearningRateScaling(0.1, 6, 0)),

@@ -16,7 +16,7 @@ from tfscale.native import cache as library
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "data.md"]
-PYTHON = [*DOCUMENTS, ROOT / "docs" / "from-horovod.md"]
+PYTHON = [*DOCUMENTS, ROOT / "docs" / "from-horovod.md", ROOT / "docs" / "adaptive-batch.md"]
 # Blocks run in their order and see the names of those before them, as a reader does.
 DRIVER = """
 import json, sys, traceback

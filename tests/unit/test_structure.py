@@ -102,11 +102,12 @@ DIRECT = {
     " unit/test_checkpoint_state",
     "checkpoints/variables": "unit/test_callbacks_synchronize unit/test_checkpoint_files"
     " unit/test_optimizer_settings",
+    "data/dataset_batches": "unit/test_dataset_batches",
     "data/global_batches": "unit/test_checkpoint unit/test_checkpoint_state",
     "fit/agreement": "unit/test_checkpoint_state"
     " unit/test_global_batches_records"
     " unit/test_optimizer_settings",
-    "transparent/batches": "unit/test_batches",
+    "fit/batches": "unit/test_batches",
     "transparent/differences": "unit/test_step_differences",
     "transparent/verify": "parallel/cases_verify unit/test_step_differences",
     # Adaptations of Keras and TensorFlow, which differ between their versions.
@@ -117,6 +118,7 @@ DIRECT = {
     "exchange/residuals": "unit/test_checkpoint_state unit/test_residuals",
     "exchange/states": "unit/test_checkpoint_state",
     "fit/session": "unit/test_fit_session",
+    "internals/datasets": "unit/test_dataset_batches",
     "internals/keras": "unit/test_checkpoint_state",
     "internals/optimizers": "unit/test_optimizer_settings",
     "internals/stack": "unit/test_checkpoint",
@@ -521,6 +523,7 @@ def test_weak_dictionaries_of_modules_stand_in_a_list():
         if match not in ("from", "import", "class", "def")
     }
     assert found == {
+        ("tfscale/data/dataset_batches.py", "_served"),
         ("tfscale/fit/metric_updates.py", "_watches"),
         ("tfscale/fit/session.py", "_sessions"),
         ("tfscale/internals/trace.py", "_contexts"),

@@ -127,6 +127,7 @@ def callbacks_of(data: GlobalBatches, folder: Path) -> list[keras.callbacks.Call
         room.AdaptiveBatchSize(data, 1024, interval=(2, 4), active_ranks="grow", log_path=None),
         room.BackupAndRestore(folder / "backup"),
         room.BatchSizeSchedule({0: 64, 30: 512}),
+        room.BatchSizeSchedule(tf.data.Dataset.range(8).batch(2), {1: 4}, sharded=True),
         room.BestModelCheckpoint(monitor="loss", filepath="best.keras"),
         room.BroadcastGlobalVariablesCallback(0),
         room.Checkpoint(folder, every_n_steps=100, keep=2),

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import keras
+import tensorflow as tf
 
-from tfscale.callbacks.batch_size_schedule import ChangingBatchSize, check_data, check_sizes
+from tfscale.callbacks.batch_size_schedule import ChangingBatchSize, batches_for, check_sizes
 from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.callbacks.learning_rate import AdaptiveRate, LearningRateScheduleCallback
 from tfscale.comm import runtime
 from tfscale.config import ConfigError, require
+from tfscale.data.dataset_batches import DatasetBatches
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.data.slices import count_active
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
@@ -65,7 +67,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     Examples:
         >>> tfscale.init()
-        >>> data = tfscale.data.GlobalBatches(np.zeros((16, 3)), np.ones((16, 1)), batch_size=4)
+        >>> data = tf.data.Dataset.from_tensor_slices((np.zeros((16, 3)), np.ones((16, 1))))
+        >>> data = data.batch(4)  # of all ranks
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         >>> model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
         >>> adaptive = tfscale.callbacks.AdaptiveBatchSize(data, max_batch_size=16, interval=2)
@@ -74,8 +77,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
         [4, 4, 8, 8, 16, 16]
     """
 
-    compared = ("_settings", "_has_surplus", "_momentum_correction")
+    compared = ("_settings", "_has_surplus", "_momentum_correction", "sharded")
 
+    data: GlobalBatches | DatasetBatches
     _control: growth.GrowthControl
     _rate: Any = None  # an AdaptiveRate from the first `fit` on
     _n_warmup_left = 0
@@ -83,9 +87,10 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     def __init__(
         self,
-        data: GlobalBatches,
+        data: GlobalBatches | tf.data.Dataset,
         max_batch_size: int,
         *,
+        sharded: bool = False,
         start_batch_size: int | None = None,
         factor: float = 2,
         learning_rate_rule: growth.RateRule = "linear",
@@ -105,10 +110,15 @@ class AdaptiveBatchSize(ChangingBatchSize):
         """Configure the growth.
 
         Args:
-            data: The data that `fit` trains on.
+            data: The data that `fit` trains on: `GlobalBatches`, or a batched `tf.data.Dataset`.
+                Batches of a dataset are global: every rank reads them, and trains on its rows. So
+                they must be equal on all ranks, which is compared. A dataset that repeats needs
+                `steps_per_epoch` in `fit`; an epoch keeps its number of samples.
             max_batch_size: Final number of samples of a step over all ranks; at most the number of
                 samples of `data`.
-            start_batch_size: Initial number of samples of a step; None uses `data.batch_size`. The
+            sharded: The dataset is this rank's own; a step has a batch of each rank. Sizes count
+                the samples of all ranks, which must divide them.
+            start_batch_size: Initial number of samples of a step; None uses that of the data. The
                 largest stable batch is best; `tfscale tune batch-size` looks for it.
             factor: Factor of each growth, greater than 1; that of the last one may be smaller.
             learning_rate_rule: The rate grows by the same factor ("linear"), by its root ("sqrt")
@@ -148,11 +158,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 "grow" meets `class_weight`, or a loss or exchange that is not a mean.
         """
         super().__init__()
-        check_data(data)
-        data.put_back_settings()  # of a `fit` that was interrupted
-        self.data = data
+        self.data = own = batches_for(data, sharded)
         self._settings = growth.GrowthSettings(
-            sizes=growth.ladder(start_batch_size or data.batch_size, max_batch_size, factor),
+            sizes=growth.ladder(start_batch_size or own.batch_size, max_batch_size, factor),
             learning_rate_rule=learning_rate_rule,
             signal=signal,
             interval=None if isinstance(interval, tuple) else interval,
@@ -165,10 +173,21 @@ class AdaptiveBatchSize(ChangingBatchSize):
         fits = active_ranks in ("all", "grow")
         require(fits, "active_ranks", "'all' or 'grow'", active_ranks, "Use 'all' if in doubt.")
         self._has_surplus = active_ranks == "grow"
+        if isinstance(own, DatasetBatches) and (self._has_surplus or signal == "noise_scale"):
+            raise ConfigError(
+                "active_ranks='grow' and signal='noise_scale' need GlobalBatches. Received: "
+                f"active_ranks={active_ranks!r}, signal={signal!r} with a tf.data.Dataset. Leave "
+                "them out: ranks share batches of a dataset of any size."
+            )
         self._momentum_correction = momentum_correction
+        self.sharded = sharded
         self.log_path = log_path
         self.verbose = verbose
         self._measures = EpochMeasures(has_noise_scale=signal == "noise_scale")
+
+    def all_sizes(self, data: GlobalBatches | DatasetBatches) -> list[int]:
+        """Return the sizes of all growths."""
+        return list(self._settings.sizes)
 
     def set_model(self, model: Any) -> None:
         """Prepare the model, and measure gradient norms in its optimizer if the signal needs it."""
@@ -180,12 +199,6 @@ class AdaptiveBatchSize(ChangingBatchSize):
         super().on_train_begin(logs)
         settings = self._settings
         first = self.session.call.initial_epoch  # also of a run that resumes from a backup
-        if self.session.data is not self.data:
-            raise ConfigError(
-                f"{type(self).__name__} must be given the data that fit trains on. Received: "
-                f"another object, {type(self.session.data).__name__}, in fit. Pass the same "
-                "GlobalBatches to both."
-            )
         if not is_built(self.model):  # the first parameters must be known
             build(self.model)
         rate = AdaptiveRate(self.model, self._momentum_correction, self._rate)
@@ -237,6 +250,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Decide batch size and rate of the next epoch. Collective."""
+        n_steps = self.data.steps_for(self._control.batch_size)
         super().on_epoch_end(epoch, logs)
         if self.is_void:
             return
@@ -254,7 +268,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 "epoch": epoch,
                 **shown,
                 "active_ranks": batch.active,
-                "steps": self.data.steps_for(batch.size),
+                "steps": n_steps,
                 "loss": measures.cost,
                 "first_loss": measures.first_cost,
                 "distance": measures.distance,

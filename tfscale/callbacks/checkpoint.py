@@ -16,6 +16,7 @@ from tfscale.checkpoints.snapshot_restore import Position, Reader, Restore, is_b
 from tfscale.checkpoints.variables import group_of
 from tfscale.comm import objects, runtime
 from tfscale.config import PREEMPTED, ConfigError, check_integer, require
+from tfscale.data.dataset_batches import DatasetBatches
 from tfscale.data.global_batches import GlobalBatches, continue_epoch, restore_data
 from tfscale.fit.preparation import build_model
 from tfscale.fit.session import running_session
@@ -242,7 +243,7 @@ class Checkpoint(Callback):
         """Copy this rank's part and begin to write it. Collective if the folder is not shared."""
         self._is_due = False
         data = self.session.data
-        state = data.state() if isinstance(data, GlobalBatches) else None
+        state = data.state() if isinstance(data, GlobalBatches | DatasetBatches) else None
         self._position = replace(self._position, data=state)
         part = take_snapshot(self.model, self.session.callbacks, self._position, run, is_end)
         self._saver.start(part, run)

@@ -15,6 +15,7 @@ from tfscale.comm import collectives, objects, runtime
 from tfscale.exchange.batch_shares import weight_of_last_batch
 from tfscale.fit.metric_updates import Source, flat_items, sources_of, watch
 from tfscale.fit.session import running_session
+from tfscale.fit.steps import computes_rows
 from tfscale.internals.keras import give_back_results, replace_results
 from tfscale.internals.traits import Phase
 
@@ -163,7 +164,8 @@ class _Snapshot:
         """Copy the states of all metrics of a model; the metrics are left as they are."""
         states = metric_states(model)
         values = [np.asarray(variable.numpy(), np.float64) for variable, _, _ in states]
-        return cls(states, values, sources_of(model, step, is_direct), weight_of_last_batch())
+        weight = weight_of_last_batch() if computes_rows(model, step) else 1.0
+        return cls(states, values, sources_of(model, step, is_direct), weight)
 
     def reduced_results(self) -> dict[str, Any]:
         """Return results over all ranks' data, by key; the metrics stay as they are. Collective."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tfscale.callbacks.base import Callback
-from tfscale.callbacks.batch_size_schedule import check_data
 from tfscale.callbacks.epoch_measures import EpochBatch, EpochMeasures
 from tfscale.comm import runtime
-from tfscale.config import check_integer
+from tfscale.config import ConfigError, check_integer
+from tfscale.data.dataset_batches import DatasetBatches
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.files import append_json_lines, read_json_lines, write_json_lines
 from tfscale.fit.preparation import build
@@ -84,8 +84,12 @@ class ThetaMonitor(Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin a record, or continue that of a backup."""
         super().on_train_begin(logs)
-        if self.has_norms:
-            check_data(self.session.data)
+        data = self.session.data
+        if self.has_norms and not isinstance(data, GlobalBatches):
+            raise ConfigError(
+                "has_norms=True compares gradients of ranks with as many samples each. Received: "
+                f"data={type(data).__name__}. Use tfscale.data.GlobalBatches, or has_norms=False."
+            )
         if not is_built(self.model):  # the first parameters must be known
             build(self.model)
         self._measures.start()
@@ -152,7 +156,7 @@ class ThetaMonitor(Callback):
         total, last = self._total, self._at_last_record
         self._at_last_record, self._n_updates = total, self._count()
         data = self.session.data
-        is_known = isinstance(data, GlobalBatches)
+        is_known = isinstance(data, GlobalBatches | DatasetBatches)
         size = data.batch_size if is_known else None
         has_surplus = is_known and data.has_surplus_ranks
         batch = EpochBatch(size or runtime.size(), None, has_surplus)

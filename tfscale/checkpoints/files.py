@@ -288,7 +288,11 @@ _INFO: dict[str, Any] = {
         "epoch": _is_count,
         "step": _is_count,
         "n_steps": _is_count,
-        "data": (type(None), {"epoch": int, "batch_size": int, "seed": int, "samples": int}),
+        "data": (
+            type(None),
+            {"epoch": int, "batch_size": int, "seed": int, "samples": int},
+            {"epoch": _is_count, "batch_size": _is_count, "samples": _is_count, "left": _is_count},
+        ),
     },
     "is_end": bool,
     "random": _is_random_state,

@@ -36,7 +36,7 @@ class Position:
     epoch: int = 0  # the epoch that runs, or comes next; counted from 0
     step: int = 0  # number of the next step within the epoch
     n_steps: int = 0  # training steps since the beginning of the run
-    data: dict[str, int] | None = None  # state of the `GlobalBatches` that is trained on
+    data: dict[str, int] | None = None  # state of the batches that are trained on
 
 
 # Copies.

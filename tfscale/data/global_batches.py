@@ -13,6 +13,7 @@ import keras
 from tfscale.comm import runtime
 from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_evaluation
 from tfscale.config import ConfigError, check_integer
+from tfscale.data.dataset_batches import DatasetBatches
 from tfscale.data.slices import BatchSlices, StepCount, check_slices, count_active
 from tfscale.data.sources import ArraySource, RecordSource, weighted
 from tfscale.internals.keras import begin_epoch_at, class_weight_to_sample_weights, leave_untuned
@@ -399,6 +400,8 @@ def restore_data(data: Any, state: dict[str, int] | None, first_step: int | None
     An epoch whose `first_step` is above 0 must keep its batch size; at step 0 it may change. None:
     no epoch begins, and the batch size stays.
     """
+    if state is not None and isinstance(data, DatasetBatches) and first_step is not None:
+        data.restore(state, first_step)
     if state is None or not isinstance(data, GlobalBatches):
         return
     batch_size = data.batch_size

@@ -1,8 +1,9 @@
 """Shares of global batches: the rows that this rank computes within a traced or eager step.
 
-With `tfscale.distribute` every rank reads whole global batches, as one process would, and its step
-cuts out the rank's own rows. What averages over the rows of a batch (losses, gradients, metrics of
-scalars) needs the share's weight, because the shares of a batch may differ by one row.
+With `tfscale.distribute`, and where batches of a dataset grow, every rank reads whole global
+batches, as one process would, and its step cuts out the rank's own rows. What averages over the
+rows of a batch (losses, gradients, metrics of scalars) needs the share's weight, because the shares
+of a batch may differ by one row.
 """
 
 from __future__ import annotations
@@ -65,13 +66,13 @@ _are_used = False
 
 
 def use(are_used: bool) -> None:
-    """Set whether all ranks read the same global batches, and their steps cut out shares."""
+    """Set whether all ranks read the same global batches, and all steps cut out shares."""
     global _are_used
     _are_used = are_used
 
 
 def are_used() -> bool:
-    """Return whether the ranks are given the same batches on purpose."""
+    """Return whether all steps are given the same batches on all ranks, on purpose."""
     return _are_used
 
 
@@ -117,8 +118,8 @@ def note_weight(share: Share) -> None:
 
 
 def weight_of_last_batch() -> float:
-    """Return the weight of this rank's rows in the mean over ranks of the last batch."""
-    return 1.0 if _last_weight is None or not _are_used else float(_last_weight)
+    """Return the weight of this rank's rows in the mean over ranks of the last shared batch."""
+    return 1.0 if _last_weight is None else float(_last_weight)
 
 
 def current() -> Share | None:
@@ -166,7 +167,7 @@ def explanation(error: Exception, share: Share | None = None) -> str:
     if share is not None and isinstance(share.total, int):
         rows = f"{share.rows} of {share.total} rows"
     return (
-        f"rank {runtime.rank()} failed in a step on its rows under tfscale.distribute, {rows}. "
+        f"rank {runtime.rank()} failed in a step on its rows of the batch, {rows}. "
         f"Received: {text_with_place(error)}. If the step works in one process, take the number "
         "of rows from the batch, as tf.shape(x)[0], in place of a constant, and let the first "
         "axis of all parts of a batch be samples: see docs/distribute.md."

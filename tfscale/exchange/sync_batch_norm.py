@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfscale.comm.collectives import allgather
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import require
+from tfscale.exchange import batch_shares
 from tfscale.internals.classes import NormalizationByMoments
 from tfscale.internals.keras import wrap_moments_of
 
@@ -87,14 +88,15 @@ def global_moments(
     mask: Any,
     local: tuple[Any, Any],
     process_set: ProcessSet,
-    weight: tf.Tensor | None = None,
 ) -> tuple[Any, Any]:
     """Return mean and variance of all ranks' inputs of a BatchNormalization, given the local ones.
 
-    `weight` is that with which this rank's gradients will be multiplied: those that other ranks
-    send must have their ranks' weights instead. Inputs of weight 0 do not count. Collective, where
-    the process set has several ranks.
+    In a step on shares that differ, this rank's gradients will be multiplied by its weight: those
+    that other ranks send must have their ranks' weights instead. A rank of weight 0 does not count.
+    Collective, where the process set has several ranks.
     """
+    share = batch_shares.current()
+    weight = None if share is None or share.is_even else share.weight(tf.float64)
     group = process_set.group()
     if group.size == 1 or group.rank < 0:
         return local

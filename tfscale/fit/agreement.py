@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfscale.comm import objects, runtime
 from tfscale.comm.software import versions
 from tfscale.config import ConfigError
+from tfscale.data.dataset_batches import DatasetBatches
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.fit import adapted_layers
@@ -260,6 +261,8 @@ def _batch_size(data: Any, batch_size: int | None) -> str:
         shapes = [spec.shape for spec in specs if hasattr(spec, "shape")]
         first = shapes[0][0] if shapes and shapes[0].rank else None
         return "of a dataset" if first is None else str(first)
+    if isinstance(data, DatasetBatches):
+        return str(data.batch_size)
     is_array = isinstance(data, np.ndarray | tf.Tensor | list | dict | tuple)
     return str(batch_size or 32) if is_array else f"of {type(data).__name__}"
 

@@ -13,6 +13,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit.session import session_for, session_of
+from tfscale.fit.steps import share_batches
 from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals import keras as internals
 from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
@@ -74,6 +75,7 @@ def prepare(
     has_changed = _share_statistics(model) or has_changed
     if has_changed:
         internals.drop_functions(model)
+    share_batches(model, session_for(model).whole_batches)
     internals.wrap_train_function(
         model, lambda step: GuardedStep(model, step, session_of), GuardedStep
     )

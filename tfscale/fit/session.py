@@ -8,8 +8,10 @@ from collections import deque
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfscale.comm import process, runtime
+from tfscale.data.dataset_batches import DatasetBatches, served_in
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
 from tfscale.internals.keras import set_callbacks
@@ -52,8 +54,19 @@ class FitSession(Progress):
 
     @property
     def data(self) -> Any:
-        """The `x` of the `fit`."""
-        return self.call.data
+        """The `x` of the `fit`, or the batches that a callback serves in its place."""
+        epochs = self.call.epochs
+        served = None if epochs is None else served_in(epochs)
+        return self.call.data if served is None else served
+
+    @property
+    def whole_batches(self) -> tf.data.Dataset | None:
+        """The dataset whose batches all ranks read, to compute their rows; None if there is none.
+
+        With `tfscale.distribute` all data is read so.
+        """
+        data = self.data
+        return data.dataset if isinstance(data, DatasetBatches) and not data.is_sharded else None
 
     def add(self, callback: Traits) -> None:
         """Add a callback from the next hook on, in the place of an earlier one of its class."""

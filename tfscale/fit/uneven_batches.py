@@ -22,6 +22,7 @@ from tfscale.comm.backends.base import MarkKind
 from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stopped, is_exchange_error
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
+from tfscale.fit.steps import computes_rows
 from tfscale.internals.keras import stop_training
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
 from tfscale.internals.traits import Phase, Traits
@@ -291,6 +292,7 @@ class GuardedStep:
         except tf.errors.OutOfRangeError:
             if session is not None:
                 session.end_of_data()
+            # With `tfscale.distribute` alone: there, Keras's own optimizer would have counted.
             if shares.are_used() and not model.run_eagerly:
                 _count_missing_batch(model)
             raise
@@ -298,7 +300,8 @@ class GuardedStep:
             if has_stopped(error.message):
                 return self._stop(model, engine_text(error.message))
             if not is_exchange_error(error):
-                if shares.are_used() and isinstance(error, tf.errors.InvalidArgumentError):
+                is_of_rows = isinstance(error, tf.errors.InvalidArgumentError)
+                if is_of_rows and computes_rows(model, "train_step"):
                     raise ConfigError(shares.explanation(error)) from error
                 raise
             raise ExchangeError(engine_text(error.message)) from error

@@ -1,9 +1,9 @@
 """Steps of a tf.data.Dataset: what they are made of, what they draw, and the order of it.
 
 Private names used here, checked with TensorFlow 2.18 and 2.21: `Dataset._inputs`, `_functions`,
-`_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`, `_deterministic`,
-`_as_serialized_graph`; `function.graph` of what `_functions` returns; the
-names of op types; `disable_op_determinism` and `is_op_determinism_enabled` of
+`_seed`, `_seed2`, `_reshuffle_each_iteration`, `_rerandomize`, `_deterministic`, `_batch_size`,
+`_count`, `_as_serialized_graph`; `function.graph` of what `_functions` returns; the names of op
+types and of datasets' classes; `disable_op_determinism` and `is_op_determinism_enabled` of
 `tensorflow.python.framework.config`.
 """
 
@@ -74,7 +74,7 @@ def steps_of(dataset: tf.data.Dataset) -> list[Step]:
             is_loose = is_loose or is_unordered(each)
         if not functions and not is_loose:
             continue
-        kind = type(each).__name__.strip("_").removesuffix("Dataset")
+        kind = _kind_of(each)
         names, ops = [], set()
         for function in functions:
             concrete = getattr(function, "function", None)
@@ -153,3 +153,95 @@ def is_unordered(dataset: tf.data.Dataset) -> bool:
     text = dataset._as_serialized_graph(external_state_policy=policy).numpy()
     nodes = tf.compat.v1.GraphDef.FromString(text).node
     return any(node.attr["deterministic"].s == b"false" for node in nodes)
+
+
+# Batches: their rows, and whether these can be put into other batches.
+
+INFINITE, UNKNOWN = -1, -2  # numbers of rows, as those of `Dataset.cardinality`
+_SAME_ROWS = ("Prefetch", "Map", "ParallelMap", "Options", "Shuffle", "Cache", "Model")
+_SAME_BATCHES = (*_SAME_ROWS, "Repeat", "Take", "Skip", "Shard", "Filter", "AssertCardinality")
+_BATCHES = ("Batch", "ParallelBatch", "PaddedBatch", "MapAndBatch")
+
+
+def batch_rows_of(dataset: tf.data.Dataset) -> int | None:
+    """Return the number of rows of a full batch of a dataset of batches; None if it is not known.
+
+    A `map` after `batch` is taken to keep the rows.
+    """
+    static = {spec.shape[0] for spec in _specs_of(dataset) if spec.shape.rank} - {None}
+    if len(static) == 1:
+        return int(static.pop())
+    kind, inputs = _kind_of(dataset), inputs_of(dataset)
+    if kind in _BATCHES:
+        size = tf.get_static_value(dataset._batch_size)
+        return None if size is None else int(size)
+    if kind in (*_SAME_BATCHES, "Zip") and inputs:
+        sizes = {batch_rows_of(each) for each in inputs}
+        return sizes.pop() if len(sizes) == 1 else None
+    return None
+
+
+def rows_of(dataset: tf.data.Dataset) -> int:
+    """Return the number of rows of all batches of a dataset; or `INFINITE`, or `UNKNOWN`.
+
+    Nothing is read: the steps of the dataset tell, or batches with a static number of rows.
+    """
+    n_batches = int(dataset.cardinality())
+    size = batch_rows_of(dataset)
+    if n_batches < 0 or size is None:
+        return INFINITE if n_batches == INFINITE else UNKNOWN
+    if has_full_batches(dataset):
+        return n_batches * size
+    kind, inputs = _kind_of(dataset), inputs_of(dataset)
+    if kind in _BATCHES:
+        return max(int(inputs[0].cardinality()), UNKNOWN)
+    if kind in _SAME_ROWS:
+        return rows_of(inputs[0])
+    if kind == "Repeat":
+        of_one, count = rows_of(inputs[0]), int(dataset._count)
+        return of_one * count if of_one > 0 else UNKNOWN
+    return UNKNOWN
+
+
+def has_full_batches(dataset: tf.data.Dataset) -> bool:
+    """Return whether all batches have one static number of rows, as with `drop_remainder=True`."""
+    return all(spec.shape.rank and spec.shape[0] is not None for spec in _specs_of(dataset))
+
+
+def why_not_rebatched(dataset: tf.data.Dataset) -> str:
+    """Return why rows of a dataset of batches cannot be put into other batches; "" if they can."""
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec):
+            return f"elements with a {type(spec).__name__}"
+        if spec.shape.rank == 0:
+            return f"elements with a number, {spec.dtype.name} of shape (), which has no rows"
+    lengths = {s.shape[0] for s in _specs_of(dataset) if s.shape.rank} - {None}
+    if len(lengths) > 1:
+        return f"parts of a batch with {', '.join(map(str, sorted(lengths)))} rows"
+    is_open = any(None in (spec.shape or [None])[1:] for spec in _specs_of(dataset, tf.TensorSpec))
+    for kind in _kinds_after_rows(dataset):
+        if kind == "PaddedBatch" and is_open:
+            return "padded_batch with lengths that differ between batches"
+        if kind == "GroupByWindow":
+            return "group_by_window, or bucket_by_sequence_length, which keeps its batch sizes"
+    return ""
+
+
+def _specs_of(dataset: tf.data.Dataset, kind: Any = tf.TypeSpec) -> list[Any]:
+    specs = tf.nest.flatten(dataset.element_spec)
+    return [spec for spec in specs if hasattr(spec, "shape") and isinstance(spec, kind)]
+
+
+def _kind_of(dataset: tf.data.Dataset) -> str:
+    return type(dataset).__name__.strip("_").removesuffix("Dataset")
+
+
+def _kinds_after_rows(dataset: tf.data.Dataset) -> Iterator[str]:
+    """Yield the kinds of steps that follow the rows, the one that makes the batches included."""
+    steps = [dataset]
+    while steps:
+        step = steps.pop()
+        kind = _kind_of(step)
+        yield kind
+        if kind not in _BATCHES:
+            steps.extend(inputs_of(step))

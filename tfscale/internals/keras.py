@@ -407,6 +407,21 @@ def serve_again(epochs: Any) -> None:
     epochs._distributed_dataset = adapter.get_tf_dataset()
 
 
+def dataset_in(epochs: Any) -> Any:
+    """Return the dataset that serves the batches, weights of classes included."""
+    return epochs._distributed_dataset
+
+
+def serve_dataset(epochs: Any, dataset: Any, steps: Any) -> None:
+    """Serve another dataset, which is one epoch, from the next epoch on.
+
+    `steps` is its number of batches, an int-like object; None if it is not known.
+    """
+    epochs._distributed_dataset = dataset
+    epochs._num_batches = steps
+    epochs.steps_per_epoch = epochs._current_iterator = None
+
+
 def leave_untuned(epochs: Any) -> None:
     """Turn tf.data's tuner off for batches that Python makes, where it has nothing to tune.
 

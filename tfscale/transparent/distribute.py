@@ -3,7 +3,7 @@
 Each patch calls public parts of tfscale, which a script may use itself instead:
 
 * `fit` gets `callbacks.Synchronize` and wraps optimizers in `DistributedOptimizer`;
-* every rank reads the same global batches, and a step computes the rank's rows (`steps.py`);
+* every rank reads the same global batches, and a step computes the rank's rows (`fit/steps.py`);
 * `evaluate`, `train_on_batch` and `test_on_batch` return metrics of all rows, `predict` all rows;
 * callbacks that write run on rank 0 (`files.WrittenOnce`, a `RankZero`), and so does `model.save`.
 """
@@ -31,6 +31,8 @@ from tfscale.config import ConfigError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
+from tfscale.fit import steps
+from tfscale.fit.batches import BatchComparison, OrderedPipelines
 from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import running_session
@@ -51,8 +53,7 @@ from tfscale.internals.optimizers import (
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
 from tfscale.start import init
-from tfscale.transparent import files, steps
-from tfscale.transparent.batches import BatchComparison, OrderedPipelines
+from tfscale.transparent import files
 from tfscale.transparent.files import WrittenOnce, share_logs
 from tfscale.transparent.verify import Verifier, Verify, require_verify
 

@@ -37,6 +37,7 @@ from tfscale.comm import collectives, objects, runtime
 from tfscale.config import ConfigError, is_count, require
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.dense import own_calls
+from tfscale.fit import steps
 from tfscale.fit.metric_updates import flat_items, metrics_of
 from tfscale.internals.classes import Patches
 from tfscale.internals.keras import layers_of, raw_variable, replace_function
@@ -44,7 +45,6 @@ from tfscale.internals.optimizers import iterations_of, optimizers_of, trained_b
 from tfscale.internals.trace import captured_variables, current_graph, ops_of
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.futures import drain
-from tfscale.transparent import steps
 from tfscale.transparent.differences import Difference, Value, explain, find_differences
 
 logger = logging.getLogger("tfscale")

@@ -1,9 +1,9 @@
 """Batches that every rank reads: made in an order of their own, and compared between ranks.
 
-Every rank reads the same batches under `tfscale.distribute`. A digest of all batches so far is kept
-in a variable. The first batches of a `fit` are compared before they are computed; then 32 signs
-that follow from the digest are sent with the first gradients of each step, in the same message. The
-batches of `evaluate` and `predict` are compared when these end.
+Every rank reads the same batches under `tfscale.distribute`, and where those of a dataset grow. A
+digest of all batches so far is kept in a variable. The first batches of a `fit` are compared before
+they are computed; then 32 signs that follow from the digest are sent with the first gradients of
+each step, in the same message. The batches of `evaluate` and `predict` are compared when these end.
 """
 
 from __future__ import annotations

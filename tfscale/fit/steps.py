@@ -1,7 +1,8 @@
 """Steps on shares of batches, which give the numbers of steps on whole batches.
 
-A model's `train_step`, `test_step` and `predict_step` are given whole batches and cut out this
-rank's rows. Within them, and only there,
+With `tfscale.distribute` a model's `train_step`, `test_step` and `predict_step` are given whole
+batches and cut out this rank's rows; in a `fit` whose batches of a dataset grow, its `train_step`
+does (`share_batches`). Within them, and only there,
 
 * losses divide by what all ranks have, where a rank's own rows do not tell (masks, sample weights,
   sums, Dice);
@@ -29,8 +30,10 @@ from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import Share
 from tfscale.exchange.sync_batch_norm import global_moments
+from tfscale.fit.batches import BatchComparison
 from tfscale.fit.metric_updates import is_updating, updating
 from tfscale.internals.classes import Patches, sums_over_batch, weights_with_mask
+from tfscale.internals.keras import drop_functions, replace_step
 from tfscale.internals.trace import block_layout, joins_scalars, note_shape
 
 Look = Callable[[Any], Any]  # at a whole batch, before its step
@@ -103,6 +106,70 @@ def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
     return step_on_all_rows
 
 
+# The training step of a model in a `fit` whose batches all ranks read.
+
+
+class _StepInFit:
+    """A model's `train_step`, which computes this rank's rows while a `fit` has whole batches."""
+
+    def __init__(self, step: Callable[[Any], Any]) -> None:
+        self._step, self._comparison = step, BatchComparison()
+        self._on_rows = on_share(step, self._comparison)
+        self._has_whole_batches = False
+        self.step_in_fit = self  # functions that wrap this one have the attribute, too
+
+    def __call__(self, batch: Any) -> Any:
+        if not self._has_whole_batches:
+            return self._step(batch)
+        with Patches() as patches:
+            patch(patches, "global")
+            return self._on_rows(batch)
+
+    @property
+    def has_whole_batches(self) -> bool:
+        """Whether the running `fit` gives all ranks the same batches."""
+        return self._has_whole_batches
+
+    def expect(self, data: Any) -> None:
+        """Expect whole batches of a dataset, to be compared between ranks; None: this rank's."""
+        self._has_whole_batches = data is not None
+        if data is not None:
+            self._comparison.expect(data, "fit")
+
+
+def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
+    """Let training steps compute this rank's rows of whole batches, until this is called again.
+
+    The step is wrapped once, and traced again at each change. Without effect on one rank, and with
+    `tfscale.distribute`, which does so anyway.
+
+    Args:
+        model: The model that trains.
+        data: The dataset of the batches, which must be the same on all ranks; it tells why they are
+            not. None if each rank has batches of its own.
+    """
+    if runtime.is_single() or shares.are_used():
+        return
+    step = _step_in_fit_of(model)
+    if (data is not None) == (step is not None and step.has_whole_batches):
+        return
+    if step is None:
+        step = _StepInFit(model.train_step)
+        replace_step(model, "train_step", step)
+    step.expect(data)
+    drop_functions(model, "train_function")
+
+
+def computes_rows(model: keras.Model, step: str) -> bool:
+    """Return whether a step of a model ("train_step", ...) is given batches that all ranks read."""
+    own = _step_in_fit_of(model) if step == "train_step" else None
+    return shares.are_used() or (own is not None and own.has_whole_batches)
+
+
+def _step_in_fit_of(model: keras.Model) -> _StepInFit | None:
+    return getattr(getattr(model, "train_step", None), "step_in_fit", None)
+
+
 def plain_step(step: Any) -> Any:
     """Return the step on whole batches that one of a model is made of; None if it is not."""
     return getattr(step, "plain_step", None)  # also of what wraps it by functools.wraps
@@ -166,7 +233,7 @@ def _of_whole_batch(call: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
     if share is not None and loss.fn is keras.losses.circle:
         raise ConfigError(
             "loss must not compare samples of a batch. Received: Circle, which compares all "
-            "samples of a batch. Train without tfscale.distribute, and gather the rows by "
+            "samples of a batch. Use GlobalBatches without tfscale.distribute, and gather rows by "
             "tfscale.allgather: see docs/distribute.md."
         )
     if share is None or not sums_over_batch(loss):
@@ -267,11 +334,10 @@ def _has_row_values(values: Any, share: Share) -> bool:
 
 
 def _moments_of_all(moments: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-    share, local = shares.current(), moments(layer, inputs, mask)
-    if share is None:
+    local = moments(layer, inputs, mask)
+    if shares.current() is None:
         return local
-    weight = None if share.is_even else share.weight(tf.float64)
-    return global_moments(layer, inputs, mask, local, global_process_set, weight)
+    return global_moments(layer, inputs, mask, local, global_process_set)
 
 
 # Random numbers. Each draw is that of the whole batch, of which a rank takes its rows: a layer's
