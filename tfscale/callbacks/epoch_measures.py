@@ -70,7 +70,7 @@ class EpochMeasures:
             self._norms.reset()
 
     def begin_batch(self, model: keras.Model, is_first: bool) -> None:
-        """Note the memory before an epoch, and keep the parameters before the run's first step."""
+        """Record the memory before an epoch's first batch, and the parameters before the run's."""
         if is_first:
             self._guard.begin_epoch()
         if self._origin is None:

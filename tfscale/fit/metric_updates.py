@@ -66,7 +66,7 @@ def _parts_of(metric: Any) -> Metrics | None:
 
 
 def watch(model: keras.Model) -> None:
-    """Note what the steps of a model return and change, from now on; once for each model."""
+    """Wrap a model's steps, once, to record what they return and which states they change."""
     if runtime.size() == 1 or model in _watches:
         return
     _watches[model] = _Watch()

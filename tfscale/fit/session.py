@@ -157,7 +157,7 @@ def session_of(model: Any) -> FitSession | None:
 
 
 def running_session() -> FitSession | None:
-    """Return the session of the innermost `fit` on the caller's stack, of any model."""
+    """Return the session of the innermost `fit` that runs around the caller, or None."""
     call = stack.running_fit()
     session = _sessions.get(id(call.model))
     is_its = session is not None and session.call.callback_list is call.callback_list
