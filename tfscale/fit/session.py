@@ -43,7 +43,7 @@ class FitSession(Progress):
         return self.call.callbacks
 
     def note_resumed(self, n_steps_before: int) -> None:
-        """Note how many steps the run had made before the first epoch of this `fit`."""
+        """Record how many steps the run had made before the first epoch of this `fit`."""
         self.n_steps_before = n_steps_before
 
     def agree_on_saves(self, saves: Any) -> None:
