@@ -183,7 +183,7 @@ TEST(AMeetingMayWaitForEver) {
 }
 
 // The window has room for slot 0 alone, so slot 1, which was posted first, waits for the peer too.
-TEST(ALongWaitBehindAFullWindowNamesTheMissingRank) {
+TEST(ALongWaitAfterAFullWindowNamesTheMissingRank) {
   EngineOptions options = ShortLimits();
   options.window_bytes = 1;
   Job job(options);

@@ -39,7 +39,7 @@ _STREAM = "activations"  # neither waits for gradients nor delays them
 _INNER = "inner"  # used in a function that the traced one calls
 _SAME = ("Identity", "IdentityN", "Cast", "CheckNumerics", "StopGradient", "UnsortedSegmentSum")
 _SUMS = ("AddN", "AddV2", "Add")
-_WORDS = {
+_SENT_TENSORS = {
     "weights": "weight gradients",
     "replicated": "activations and output gradients, for whole gradients",
     "partial": "activations and output gradients, for the gradients of each rank's rows",
@@ -347,7 +347,7 @@ class DenseCalls:
         has_changed = False
         for layer, (kind, reason) in zip(layers, kinds, strict=True):
             has_changed |= _set_call(layer, kind, self._options, process_set)
-            text = f"{_WORDS[kind]}{reason and f': {reason}'}"
+            text = f"{_SENT_TENSORS[kind]}{reason and f': {reason}'}"
             if (kind != "weights" or reason) and self._said.get(layer.path) != text:
                 self._said[layer.path] = text
                 logger.info("%s exchanges %s.", layer.path, text)
