@@ -158,7 +158,7 @@ def _find_peak(thetas: Sequence[float]) -> Finding | None:
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """When and how the batch grows in a run: the arguments of `AdaptiveBatchSize`."""
+    """The growth of the batch in a run: arguments of `AdaptiveBatchSize`."""
 
     sizes: tuple[int, ...]  # over all ranks, ascending: from the start to the maximum
     learning_rate_rule: RateRule = "linear"
