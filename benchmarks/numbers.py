@@ -111,9 +111,9 @@ def allreduce_bytes(layers: Sequence[Weights], n_hosts: int) -> float:
 def least_bytes(layers: Sequence[Weights], n_hosts: int, local_batch: int) -> float:
     """Return the bytes that each host sends at least if dense layers may do it another way.
 
-    A dense layer's gradient is (activations)^T (errors), so hosts may instead gather each
-    other's activations and errors: (n - 1) (n_in + n_out) numbers per picture. The cheaper way
-    counts, layer by layer.
+    A dense layer's gradient is (activations)^T (output gradients), so hosts may instead gather
+    both from each other: (n - 1) (n_in + n_out) numbers per picture. The cheaper way counts, layer
+    by layer.
 
     Args:
         layers: Of the model.

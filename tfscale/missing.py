@@ -111,6 +111,6 @@ class _Finder:
 
 
 def explain_imports() -> None:
-    """Let the import of a module that tfscale does without say what to do instead."""
+    """Make imports of Horovod's modules that tfscale lacks raise an error with the alternative."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -209,8 +209,8 @@ def choose_backend(name: str, launch: Launch | None, is_parallel: bool, machine:
         return "horovod"
     n_local = launch.local_size if launch is not None else None
     # NCCL refuses ranks that share a GPU.
-    has_own = n_local is not None and machine.n_gpus >= max(2, n_local)
-    return "horovod" if has_own and machine.has_nccl else "engine"
+    has_gpu_each = n_local is not None and machine.n_gpus >= max(2, n_local)
+    return "horovod" if has_gpu_each and machine.has_nccl else "engine"
 
 
 def own_gpu(local_rank: int, local_size: int, n_gpus: int) -> int | None:

@@ -162,11 +162,9 @@ void Transfers::OnUnread(int peer, int error) {
     lost_.insert(peer);
     return;
   }
-  throw CommError(
-      "The ranks of a host must be able to read each other's memory while they exchange data. "
-      "Received: process_vm_readv of rank " +
-      std::to_string(peer) + " of the group: " + std::strerror(error) +
-      ". Set TFSCALE_HOST_MEMORY=0, and they send messages.");
+  throw CommError("Could not read the memory of another rank. Received: process_vm_readv of rank " +
+                  std::to_string(peer) + " of the group: " + std::strerror(error) +
+                  ". Set TFSCALE_HOST_MEMORY=0: the ranks of a host then send messages.");
 }
 
 void Transfers::Release(int tag) {
@@ -276,7 +274,7 @@ void Transfers::CheckLength(const Info& info, MPI_Status& status) const {
 
 void Transfers::ThrowLength(bool is_more, size_t bytes, int peer) {
   throw CommError(
-      "All ranks must call the same collective on tensors of the same size. Received: " +
+      "ranks have tensors of different sizes, or call different collectives. Received: " +
       std::string(is_more ? "more" : "less") + " than the " + std::to_string(bytes) +
       " bytes expected from rank " + std::to_string(peer) +
       " of the group. Call the same collectives on the same shapes on every rank.");

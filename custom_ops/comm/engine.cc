@@ -24,8 +24,8 @@ std::shared_ptr<Engine>& Instance() {
 }
 
 [[noreturn]] void ThrowDifference(const std::string& first, const std::string& other, size_t rank) {
-  throw CommError("All ranks must call the same collective. Received: '" + first +
-                  "' on rank 0 and '" + other + "' on rank " + std::to_string(rank) +
+  throw CommError("ranks called different collectives. Received: '" + first + "' on rank 0 and '" +
+                  other + "' on rank " + std::to_string(rank) +
                   ". Call it with the same arguments, in the same order, on every rank.");
 }
 
@@ -106,8 +106,7 @@ Engine::End Engine::Stop() {
 }
 
 std::string Engine::WhyForked() const {
-  return "Collectives belong to the process that called tfscale.init(). Received: a call in "
-         "process " +
+  return "tfscale cannot communicate in a forked process. Received: a call in process " +
          std::to_string(getpid()) + ", forked by rank " + std::to_string(rank_) +
          ". Start helpers as programs of their own, or by the method " +
          "'spawn' of multiprocessing, and let only the rank call tfscale.";

@@ -62,7 +62,7 @@ void Allgather::ReceiveData(char* out, const std::vector<size_t>& cuts) {
 namespace {
 void RequireCuts(size_t n_cuts, int size) {
   if (n_cuts == static_cast<size_t>(size) + 1) return;
-  throw CommError("A gather needs a segment for each of the " + std::to_string(size) +
+  throw CommError("cuts must give a segment for each of the " + std::to_string(size) +
                   " ranks. Received: " + std::to_string(n_cuts) +
                   " cuts. Lay the buffer out for the ranks of the group.");
 }

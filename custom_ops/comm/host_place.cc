@@ -23,7 +23,7 @@ std::vector<int> UsableCores() {
   while (sched_getaffinity(0, sets.size() * sizeof(cpu_set_t), sets.data()) != 0) {
     if (errno != EINVAL || sets.size() > kMostSets) {
       throw CommError(
-          "The system must tell which cores a rank may use. Received: sched_getaffinity: " +
+          "Could not read which cores this rank may use. Received: sched_getaffinity: " +
           std::string(std::strerror(errno)) + ". Allow this call where a sandbox forbids it.");
     }
     sets.resize(2 * sets.size());

@@ -29,7 +29,7 @@ std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& t
     case MarkKind::kStop:
       return who + " stopped training after step " + std::to_string(count);
     case MarkKind::kEpochEnd:
-      return "All ranks must run the same number of steps per epoch. Received: " + who +
+      return "ranks have unequal numbers of steps. Received: " + who +
              " ended its epoch after step " + std::to_string(count) +
              " in all, this rank runs one more. Give every rank the same number of batches, for "
              "example with tfscale.data.GlobalBatches.";

@@ -33,11 +33,10 @@ void Operation::FinishComparison() {
   const std::vector<Compared> all = std::exchange(compared_, {});
   for (size_t r = 1; r < all.size(); ++r) {
     if (std::memcmp(&all[r], &all[0], sizeof(Compared)) == 0) continue;
-    throw CommError(
-        "All ranks must call the same collective on tensors of the same shape. Received: in '" +
-        compared_name_ + "', rank 0 of the group has " + all[0].text + " and rank " +
-        std::to_string(r) + " of the group has " + all[r].text +
-        ". Call the same collectives on the same shapes on every rank.");
+    throw CommError("ranks have tensors of different shapes. Received: in '" + compared_name_ +
+                    "', rank 0 of the group has " + all[0].text + " and rank " + std::to_string(r) +
+                    " of the group has " + all[r].text +
+                    ". Call the same collectives on the same shapes on every rank.");
   }
 }
 

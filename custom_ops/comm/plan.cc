@@ -59,7 +59,7 @@ std::string FirstDifference(const std::vector<std::string>& descriptions,
     if (LineOr(first, line, "#").front() == '#' && LineOr(other, line, "#").front() == '#')
       ++n_slots;
     std::ostringstream text;
-    text << "All ranks must run the same collectives in the same order. Received: ";
+    text << "ranks run different collectives. Received: ";
     if (line > 0) text << "at slot " << n_slots - 1 << ", ";
     text << "rank " << ranks[0] << " has '" << LineOr(first, line, "nothing more") << "' and rank "
          << ranks[r] << " has '" << LineOr(other, line, "nothing more")
@@ -98,8 +98,8 @@ int PlanTable::AddSlot(int plan, const std::string& name, const std::string& sig
   std::lock_guard<std::mutex> lock(mutex_);
   Entry& entry = Find(plan);
   if (entry.is_frozen) {
-    throw CommError("A plan cannot change after its first use. Received: '" + name +
-                    "' for plan '" + entry.spec.name + "'.");
+    throw CommError("plan cannot change after its first use. Received: '" + name + "' for plan '" +
+                    entry.spec.name + "'.");
   }
   entry.spec.slots.push_back(name);
   entry.spec.signatures.push_back(signature.empty() ? name : signature);
@@ -120,8 +120,7 @@ PlanTable::Entry& PlanTable::Find(int plan) {
     return plans_[static_cast<size_t>(place)];
   }
   throw CommError(
-      "A traced function must run in the job in which it was traced. Received: a collective of "
-      "plan " +
+      "tf.function must run in the job in which it was traced. Received: a collective of plan " +
       std::to_string(plan) + ", of " + std::to_string(plans_.size()) +
       " plans here. Trace the function again.");
 }

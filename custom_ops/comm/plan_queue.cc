@@ -17,9 +17,9 @@ PlanQueue::PlanQueue(PlanSpec spec, const Group& group)
 void PlanQueue::Add(Task&& task) {
   const size_t slot = static_cast<size_t>(task.slot);
   if (task.slot < 0 || slot >= waiting_.size()) {
-    throw CommError("A collective must have a slot of its plan. Received: slot " +
-                    std::to_string(task.slot) + " of plan '" + spec_.name + "', which has " +
-                    std::to_string(waiting_.size()) + ". Trace the function again.");
+    throw CommError("slot must be one of its plan. Received: slot " + std::to_string(task.slot) +
+                    " of plan '" + spec_.name + "', which has " + std::to_string(waiting_.size()) +
+                    ". Trace the function again.");
   }
   task.execution = n_arrived_[slot]++;
   waiting_[slot].push_back(std::move(task));

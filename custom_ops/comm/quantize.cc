@@ -322,7 +322,7 @@ BlockCode::BlockCode(int bits, size_t block) : bits_(bits), block_(block), kerne
   if (block == 64 && bits == 8) kernels_ = Find<8, 64>();
   if (block == 64 && bits == 4) kernels_ = Find<4, 64>();
   if (kernels_ == nullptr) {
-    throw CommError("Values are encoded with 16, 8 or 4 bits in blocks of 256 or 64. Received: " +
+    throw CommError("bits must be 16, 8 or 4, and blocks 256 or 64. Received: " +
                     std::to_string(bits) + " bits, blocks of " + std::to_string(block) + ".");
   }
 }

@@ -33,7 +33,7 @@ void QuantizedReduction::Begin() {
   const size_t n = static_cast<size_t>(size());
   for (const std::vector<size_t>& cuts : args_.cuts) {
     if (cuts.size() == n + 1) continue;
-    throw CommError("A quantised sum needs a part for each of the " + std::to_string(n) +
+    throw CommError("cuts must give a part for each of the " + std::to_string(n) +
                     " ranks. Received: " + std::to_string(cuts.size()) + " cuts.");
   }
   layout_ = &hosts();

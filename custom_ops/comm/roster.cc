@@ -38,7 +38,7 @@ Roster::Roster(const Communicator& world, const std::string& identity) {
   for (size_t r = 1; r < identities.size(); ++r) {
     if (identities[r] == identities[0]) continue;
     throw CommError(
-        "All ranks must run the same versions with the same settings. Received: '" + identities[0] +
+        "ranks run different versions, or have different settings. Received: '" + identities[0] +
         "' on " + Name(0) + " and '" + identities[r] + "' on " + Name(static_cast<int>(r)) +
         ". Install the same packages on every host, and give settings to tfscale run --env.");
   }

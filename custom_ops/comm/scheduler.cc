@@ -52,9 +52,8 @@ Group& Scheduler::GroupOf(int id) {
   if (it == groups_.end()) throw CommError("No process set has the id " + std::to_string(id));
   if (!it->second.comm) {
     throw CommError(
-        "Only members may call a collective of a process set. Received: a call from a "
-        "rank outside of [" +
-        Join(it->second.ranks) + "].");
+        "process_set may be used by its members only. Received: a call from a rank outside of [" +
+        Join(it->second.ranks) + "]. Guard it with process_set.included().");
   }
   return it->second;
 }
@@ -126,8 +125,8 @@ void Scheduler::Accept(Task task) {
       } else if (task.is_cancelled && queue.is_running(task.slot)) {
         // Its op waits, so that call has not ended: their collectives would be mixed up.
         Fail(
-            "A traced function with collectives must be called by one thread at a time. "
-            "Received: a call of '" +
+            "tf.function with collectives must be called by one thread at a time. Received: a call "
+            "of '" +
             queue.spec().name + "' while '" + task.name +
             "' of an earlier call is in progress. Call it from one thread.");
         task.done(failure_);

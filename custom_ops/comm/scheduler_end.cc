@@ -83,14 +83,14 @@ void Scheduler::StartIncarnation(int incarnation) {
   // count alike, as all start each one.
   incarnation = std::max(incarnation, incarnation_ + 1);
   if (incarnation >= groups_.at(0).n_incarnations()) {
-    throw CommError("Training can be stopped early " +
+    throw CommError("fit can be stopped early " +
                     std::to_string(groups_.at(0).n_incarnations() - 1) +
                     " times per job. Received: one stop more. Start a new job.");
   }
   for (const auto& [id, queue] : queues_) {
     if (!queue->is_idle() && !queue->is_patient()) {
-      throw CommError("An incarnation can start when no function runs. Received: '" +
-                      queue->spec().name + "' has collectives under way.");
+      throw CommError("fit must start when no tf.function runs. Received: '" + queue->spec().name +
+                      "' has collectives under way.");
     }
   }
   incarnation_ = incarnation;

@@ -31,7 +31,7 @@ TEST(PlansThatDifferFailOnAllRanks) {
   Sum sum(All(job), job.rank(), 10, 0, {"kernel", 0, plan, 0});
   const Status status = sum.Wait();
   CHECK_TRUE(status.code == StatusCode::kFailed);
-  CHECK_CONTAINS(status.message, "All ranks must run the same collectives in the same order.");
+  CHECK_CONTAINS(status.message, "ranks run different collectives.");
   CHECK_CONTAINS(status.message, "at slot 1, rank 0 has '#1 bias [9]' and rank " +
                                      std::to_string(last) + " has '#1 bias [8]'");
   // Later calls report the first error.
@@ -143,8 +143,8 @@ TEST(RanksOfOtherVersionsAreRefused) {
   EngineOptions options = SmallOptions();
   options.identity = rank == size - 1 ? "tfscale 2" : "tfscale 1";
   CHECK_THROWS(Job{options},
-               "All ranks must run the same versions with the same settings. Received: 'tfscale 1' "
-               "on rank 0");
+               "ranks run different versions, or have different settings. Received: 'tfscale 1' on "
+               "rank 0");
   CHECK_TRUE(Engine::Get() == nullptr);
 }
 

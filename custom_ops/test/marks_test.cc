@@ -198,7 +198,7 @@ TEST(IncarnationsStartWhenNothingRuns) {
   CHECK_THROWS(job.engine().StartIncarnation(1), "'train' has collectives under way");
   plan.Post(0, 0).Check();
   waiting.Check();
-  CHECK_THROWS(job.engine().StartIncarnation(1 << 20), "Training can be stopped early");
+  CHECK_THROWS(job.engine().StartIncarnation(1 << 20), "fit can be stopped early");
 }
 
 // Ranks come to a meeting at any time: before others end epochs, and incarnations later.

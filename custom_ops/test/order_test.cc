@@ -125,7 +125,7 @@ TEST(Groups) {
     for (Sum& sum : sums) {
       const Status status = sum.Wait();
       CHECK_TRUE(status.code == StatusCode::kInvalid);
-      CHECK_CONTAINS(status.message, "Only members may call a collective of a process set.");
+      CHECK_CONTAINS(status.message, "process_set may be used by its members only.");
     }
   }
   SumPlan(job, "of all", 2).Run(0);
@@ -183,7 +183,7 @@ TEST(AMeetingMayWaitForEver) {
 }
 
 // The window has room for slot 0 alone, so slot 1, which was posted first, waits for the peer too.
-TEST(ALongWaitBehindAFullWindowNamesTheMissingRank) {
+TEST(ALongWaitAfterAFullWindowNamesTheMissingRank) {
   EngineOptions options = ShortLimits();
   options.window_bytes = 1;
   Job job(options);

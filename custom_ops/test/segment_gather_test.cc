@@ -194,7 +194,7 @@ TEST(AGatherThatAPeerNeverPosts) {
 }
 
 // A step failed on rank 0 after its second gather and before the first.
-TEST(AGatherBehindOneThatNeverComesEndsWithTheDrain) {
+TEST(AGatherAfterOneThatNeverComesEndsWithTheDrain) {
   Job job;
   if (job.size() == 1) return;
   const int plan = job.engine().plans().Create(0, "train");

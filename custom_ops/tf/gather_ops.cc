@@ -79,7 +79,7 @@ AllocateOutput Allocator(OpKernelContext* context, const Tensor& like,
     for (size_t r = 0; r < bytes.size(); ++r) {
       const int64_t n_rows = bytes[r] / row_bytes;
       if (n_rows * row_bytes != bytes[r]) {
-        throw CommError("Tensors must be alike in all dimensions but the first. Received: " +
+        throw CommError("tensors must be alike in all dimensions but the first. Received: " +
                         std::to_string(bytes[r]) + " bytes from rank " + std::to_string(r) +
                         " of the group, with rows of " + std::to_string(row_bytes) +
                         " bytes on this rank.");

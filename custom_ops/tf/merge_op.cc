@@ -40,7 +40,7 @@ REGISTER_OP("TfscaleMerge")
 
 absl::Status WrongSize(int64_t wanted, int64_t received) {
   return absl::InvalidArgumentError(
-      "A vector must have as many elements, of their type, as its variables together. Received: " +
+      "vector must have as many elements as all variables, and their type. Received: " +
       std::to_string(received) + " for " + std::to_string(wanted) + " elements.");
 }
 
@@ -103,7 +103,7 @@ class MergeOp : public OpKernel {
     OP_REQUIRES_OK(context, FindVariables(context, "variables", &variables));
     const int n = static_cast<int>(variables.size());
     OP_REQUIRES(context, context->num_inputs() == n + 4,
-                absl::InvalidArgumentError("A merge needs four vectors. Received: " +
+                absl::InvalidArgumentError("merge needs four vectors. Received: " +
                                            std::to_string(context->num_inputs() - n)));
     const int64_t size = context->input(n).NumElements();
     for (int i = n; i < context->num_inputs(); ++i) {

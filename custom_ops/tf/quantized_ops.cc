@@ -112,7 +112,7 @@ class QuantizedKernel : public CollectiveKernel {
         cuts_.size() != n_cuts * static_cast<size_t>(inputs.size()) ||
         (errors.size() > 0 && errors.size() != inputs.size())) {
       return absl::InvalidArgumentError(
-          "A quantised sum needs cuts and errors for each tensor. Received: " +
+          "cuts and errors must be given for each tensor. Received: " +
           std::to_string(cuts_.size()) + " cuts, " + std::to_string(errors.size()) + " errors, " +
           std::to_string(inputs.size()) + " tensors.");
     }

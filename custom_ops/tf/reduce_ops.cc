@@ -144,7 +144,7 @@ class PostAllreduceOp : public ReduceKernel {
     OpInputList inputs;
     TF_RETURN_IF_ERROR(context->input_list("tensors", &inputs));
     if (static_cast<size_t>(inputs.size()) != delivery->variables.size()) {
-      return absl::InvalidArgumentError("A variable is needed for each tensor. Received: " +
+      return absl::InvalidArgumentError("variables must be as many as tensors. Received: " +
                                         std::to_string(delivery->variables.size()) + " for " +
                                         std::to_string(inputs.size()) + " tensors.");
     }
@@ -257,12 +257,11 @@ class ScatterReduceOp : public ReduceKernel {
       total += input.NumElements();
       tensors->push_back(input);
     }
-    OP_REQUIRES_ASYNC(
-        context, total == total_,
-        absl::InvalidArgumentError(
-            "The ranks' counts must add up to the elements of all tensors. Received: " +
-            std::to_string(total_) + " for " + std::to_string(total) + " elements."),
-        done);
+    OP_REQUIRES_ASYNC(context, total == total_,
+                      absl::InvalidArgumentError(
+                          "counts must add up to the elements of all tensors. Received: " +
+                          std::to_string(total_) + " for " + std::to_string(total) + " elements."),
+                      done);
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(
         context, context->allocate_output(0, tensorflow::TensorShape({own_count_}), &output), done);

@@ -50,7 +50,7 @@ absl::Status SetFromSlice(Var* variable, const Tensor& slice, const TensorShape&
   tensorflow::mutex_lock lock(*variable->mu());
   Tensor* own = variable->tensor();
   if (own->dtype() != slice.dtype() || own->shape() != shape) {
-    return absl::InternalError("A variable must keep its type and shape. Received: " +
+    return absl::InternalError("variable must keep its type and shape. Received: " +
                                own->DebugString(0) + " for a " + shape.DebugString());
   }
   if (variable->copy_on_read_mode.load()) {

@@ -110,7 +110,7 @@ def case_measured_plans_train_as_one_process():
 @sizes(2, timeout_s=240)
 @engine_only("its messages are measured")
 def case_a_known_machine_is_planned_for_at_once():
-    """Slow links: the wide layer gathers activations and errors, whatever is measured here."""
+    """Slow links: the wide layer gathers activations, whatever is measured here."""
     with slower(1e9):
         model = trained(Auto(machine=SLOW))
     strategy = agreed(model)

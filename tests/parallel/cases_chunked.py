@@ -68,7 +68,7 @@ def case_layers_after_convolutions():
 @engine_only("its events are looked at")
 @sizes(2, 3, timeout_s=120)
 def case_bytes_and_number_of_collectives():
-    """2 f gathers of activations and errors, one allreduce per chunk, nothing in evaluation."""
+    """2 f gathers for dense layers, one allreduce per chunk, nothing in evaluation."""
     with float64():
         keras.utils.set_random_seed(1)
         model = mlp()()

@@ -1,4 +1,4 @@
-"""Which dense layers of sharded models exchange activations and errors, and what they send."""
+"""Which dense layers of sharded models exchange activations, and what they send."""
 
 from collections.abc import Callable
 
@@ -98,14 +98,14 @@ def case_bytes_and_number_of_collectives():
             model.train_on_batch(x, y)
             model.get_weights()
             events = [e for e in inspect.take_collectives() if e.slot >= 0]
-        bytes_of = {word: [] for word in ("activations", "errors", "gradients", "parameters")}
+        bytes_of = {word: [] for word in ("activations", "output", "gradients", "parameters")}
         for event in events:
             words = event.name.split(" ")
             next(bytes_of[word] for word in bytes_of if word in words).append(event.bytes)
         chosen = [x for x in layers if route == "replicated" or x[0] >= tfscale.size()]
         rest = [x for x in layers if x not in chosen]
         assert sorted(bytes_of["activations"]) == sorted(8 * n * p * n_local for n, _, p in chosen)
-        assert sorted(bytes_of["errors"]) == sorted(8 * n * p * n_local for _, n, p in chosen)
+        assert sorted(bytes_of["output"]) == sorted(8 * n * p * n_local for _, n, p in chosen)
         assert sum(bytes_of["gradients"]) == 8 * sum(n * m + m for n, m, _ in rest)
         assert len(bytes_of["gradients"]) == len(rest)
 

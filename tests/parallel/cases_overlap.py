@@ -144,11 +144,11 @@ def case_activations_are_there_before_back_propagation_comes():
 
 
 @sizes(2, 3, timeout_s=240)
-def case_errors_are_there_before_earlier_gradients_exist():
+def case_output_gradients_are_there_before_earlier_gradients_exist():
     """They wait for no gradient, though later layers send gradients before."""
     for strategy in STRATEGIES:
         ended = Ended()
-        before = Gate(backward=lambda step, ended=ended: ended("wide errors", step))
+        before = Gate(backward=lambda step, ended=ended: ended("wide output gradients", step))
         train([dense(7, "early"), before, dense(5, "wide"), dense(3, "last")], strategy)
 
 
@@ -177,12 +177,12 @@ def awaited_before(op: tf.Operation) -> set[int]:
 def kind(key: Key) -> str:
     """Return whose collective it is: of gradients, parameters, or the layer "wide"."""
     name = inspect.name_of(key.plan, key.slot)
-    return next(word for word in ("gradients", "parameters", "wide") if word in name)
+    return next(word for word in ("parameters", "wide", "gradients") if word in name)
 
 
 @sizes(2, 3, timeout_s=120)
 def case_streams_do_not_wait_for_each_other():
-    """Gradients, activations and errors; nor activations for the parameters of their layer."""
+    """Gradients, activations, output gradients; nor activations for parameters of their layer."""
     for route in ("replicated", "partial"):
         layers = [OwnDense(7, name="early"), dense(5, "wide"), OwnDense(3, name="last")]
         listener = inspect.listen()
@@ -190,7 +190,7 @@ def case_streams_do_not_wait_for_each_other():
         plans = {int(e["plan"]) for e in listener.take() if e["plan"] >= 0 and e["slot"] >= 0}
         (graph,) = {inspect.graph_of(plan) for plan in plans}
         before = {k: v for k, v in collectives_before(graph).items() if k.slot >= 0}
-        # Gradients of two layers; activations and errors; parameters, rows with their bias.
+        # Gradients of two layers; activations, output gradients; parameters, rows with their bias.
         assert len(before) == 4 + 2 + (5 if route == "partial" else 6), before
         for key, needed in before.items():
             assert kind(key) == "parameters" or {kind(k) for k in needed} <= {kind(key)}, key

@@ -1,4 +1,4 @@
-"""Dense layers of sharded models that exchange activations and errors: equal to one process."""
+"""Dense layers of sharded models that exchange activations: equal to one process."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Chunks of layers, and dense layers that exchange activations and errors: options, what pays."""
+"""Chunks of layers, and dense layers that exchange activations: options, what pays."""
 
 from fractions import Fraction
 

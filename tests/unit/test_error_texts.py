@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from tests.helpers.sources import LIBRARY, ROOT, parse, relative
+from tests.helpers.sources import CPP, LIBRARY, ROOT, parse, relative
 
 GOLDEN = ROOT / "tests" / "golden_errors.txt"
 Names = dict[str, ast.expr | None]  # what a name stands for at a place; None: more than one thing
@@ -135,6 +135,30 @@ def test_errors_begin_with_the_argument_the_value_or_the_fault():
     every_text = {text for texts in texts_by_module().values() for text in texts}
     begins = (text.partition(": ")[2] for text in sorted(every_text) if "Received: " in text)
     assert [text for text in begins if not begins_well(text)] == []
+
+
+STATEMENT = re.compile(r'(?:[^;"]|"(?:[^"\\]|\\.)*")+;')
+STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+def cpp_texts(source: str) -> Iterator[str]:
+    """Yield the errors of a C++ source, with a hole for each expression between its strings."""
+    source = re.sub(r"^ *//.*$", "", source, flags=re.MULTILINE)
+    for statement in STATEMENT.findall(source):
+        pieces = STRING.split(statement)  # code, string, code, string, ...
+        if "Received: " not in "".join(pieces[1::2]):
+            continue
+        text = "{}" if pieces[0].rstrip().endswith("+") else ""
+        for string, code in zip(pieces[1::2], pieces[2::2], strict=True):
+            text += string + ("{}" if code.strip() else "")
+        yield text
+
+
+def test_errors_of_the_engine_begin_with_the_value_or_the_fault():
+    paths = [path for path in CPP if path.parent.name != "test"]
+    texts = [text for path in paths for text in cpp_texts(path.read_text())]
+    assert len(texts) > 20
+    assert [text for text in texts if not begins_well(text)] == []
 
 
 def test_maxims_are_found():

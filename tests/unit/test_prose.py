@@ -63,6 +63,48 @@ def test_words_of_the_field(words, folder):
     assert not found, "\n".join(found)
 
 
+def identifiers(text):
+    """Yield line and name of each function, class, argument, local and attribute of a module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(getattr(node, "ctx", None), ast.Store) and not hasattr(node, "elts"):
+            yield node.lineno, getattr(node, "id", getattr(node, "attr", ""))
+
+
+def unusual_words(identifier):
+    """Return the words of an identifier that the lists have, each with the one to use instead."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_", " ", identifier)
+    return [
+        f"{match[0]!r}, write: {instead}"
+        for word, instead in (WORDS | STORIES).items()
+        for match in re.finditer(rf"\b{word.replace('_', ' ')}\b", words, re.IGNORECASE)
+    ]
+
+
+def test_identifiers_have_words_of_the_field():
+    paths = sorted((ROOT / "tfscale").rglob("*.py"))
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name} has {fault}"
+        for path in paths
+        for line, name in identifiers(path.read_text(encoding="utf-8"))
+        for fault in unusual_words(name)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_unusual_words_are_found_in_identifiers():
+    source = (
+        "class RunsBehind:\n    def _settle(self, n_travels):\n        self.told_of = goes_on = 1"
+    )
+    names = [name for _, name in identifiers(source) if name != "self"]
+    assert set(names) == {"RunsBehind", "_settle", "n_travels", "told_of", "goes_on"}
+    assert all(len(unusual_words(name)) == 1 for name in names)
+    assert not unusual_words("goes_on_rank")
+
+
 # Pages that users read from top to bottom; tables and code are no sentences.
 READ = ("Start", "Guides")
 MOST_WORDS = 35

@@ -120,7 +120,7 @@ class Callback(Traits):
             warn_of_deciders(session.callbacks)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note that an epoch begins."""
+        """Record that an epoch begins."""
         self.epoch = epoch
         self.session.begin_epoch()
 

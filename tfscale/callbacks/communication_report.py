@@ -92,7 +92,7 @@ class CommunicationReport(Callback):
         write_json_lines(self._path, [run])
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the time, if this step is to be recorded."""
+        """Record the time, if this step is to be recorded."""
         super().on_train_batch_begin(batch, logs)
         was_due = self._is_due
         self._is_due = self._n_calls > 0 and (self._n_calls - 1) % self.every_n_steps == 0

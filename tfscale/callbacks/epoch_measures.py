@@ -70,7 +70,7 @@ class EpochMeasures:
             self._norms.reset()
 
     def begin_batch(self, model: keras.Model, is_first: bool) -> None:
-        """Note the memory before an epoch, and keep the parameters before the run's first step."""
+        """Record the memory before an epoch's first batch, and the parameters before the run's."""
         if is_first:
             self._guard.begin_epoch()
         if self._origin is None:
@@ -82,7 +82,7 @@ class EpochMeasures:
             self._first_cost = _loss(logs)
 
     def end_steps(self, batch: EpochBatch) -> None:
-        """Note the memory of an epoch's steps, before validation takes more."""
+        """Record the memory of an epoch's steps, before validation takes more."""
         self._guard.end_epoch(batch.local)
 
     def end_epoch(
@@ -173,12 +173,12 @@ class MemoryGuard:
         self._peak = self._bytes_per_sample = 0.0
 
     def begin_epoch(self) -> None:
-        """Note the memory in use before the first step of an epoch."""
+        """Record the memory in use before the first step of an epoch."""
         now, self._peak = _used_bytes()
         self._before = now if self._before is None else self._before
 
     def end_epoch(self, local_batch: int) -> None:
-        """Note the memory that the steps of an epoch took, before anything else takes more."""
+        """Record the memory that the steps of an epoch took, before anything else takes more."""
         _, peak = _used_bytes()
         if peak > self._peak or not self._bytes_per_sample:
             self._bytes_per_sample = max(peak - (self._before or 0), 0) / local_batch

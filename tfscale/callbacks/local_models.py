@@ -38,7 +38,7 @@ class _OverlapChoice:
         self._ends: list[int] = []
 
     def add_step(self) -> None:
-        """Note that a step, or several executed together, has ended."""
+        """Record that a step, or several executed together, has ended."""
         self._ends.append(events.clock_ns())
 
     @property

@@ -43,10 +43,12 @@ class Synchronize(Callback):
 
     * Before the first update it copies all weights and the optimizer's state from one rank to the
       others. A model that is not built yet is built from the data first.
-    * Before validation and saving it combines moving statistics and, with `tfscale.LocalSGD`, shows
-      the average of the groups' models.
+    * Before validation and saving it combines moving statistics. With `tfscale.LocalSGD` the model
+      has the average of the groups' weights meanwhile.
     * At the end of epochs it puts metrics of all ranks' data into the logs
-      (`MetricAverageCallback`), and requires bitwise equal weights, also after the first update.
+      (`MetricAverageCallback`).
+    * After the first update and at the end of epochs it raises an error if weights are not bitwise
+      equal on all ranks.
 
     Collective: all ranks must pass it to `fit`.
 

@@ -470,7 +470,7 @@ def _name_of_another(folder: Path, manifest: dict[str, Any]) -> str:
 
 
 def folder_name(step: int, run: str) -> str:
-    """Return the name of a checkpoint's folder; parts of different runs are never combined."""
+    """Return the name of a checkpoint's folder, with the run: another run's parts do not fit."""
     return f"step-{step:010d}-{run}"
 
 

@@ -398,10 +398,11 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Allgather several tensors, one after another; as many on all ranks.
+    """Allgather several tensors, one after another.
 
-    Collective: all ranks of the process set must call this, in the same order. Arguments and
-    errors are those of `allgather`; the number of each tensor is added to `name`.
+    Collective: all ranks of the process set must call this, in the same order, with the same
+    number of tensors. Arguments and errors are those of `allgather`; the number of each tensor is
+    added to `name`.
 
     Returns:
         One result per tensor, in order.
@@ -571,10 +572,11 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce and scatter several tensors, one after another; as many on all ranks.
+    """Reduce and scatter several tensors, one after another.
 
-    Collective: all ranks of the process set must call this, in the same order. Arguments and
-    errors are those of `reducescatter`; the number of each tensor is added to `name`.
+    Collective: all ranks of the process set must call this, in the same order, with the same
+    number of tensors. Arguments and errors are those of `reducescatter`; the number of each tensor
+    is added to `name`.
 
     Returns:
         One result per tensor, in order.

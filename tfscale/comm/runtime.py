@@ -126,7 +126,7 @@ class ProcessSet:
                 )
 
     def register(self, ranks: list[int] | None, process_set_id: int | None) -> None:
-        """Note its ranks and number in the job, or None where it is out of use."""
+        """Record its ranks and number in the job, or None where it is out of use."""
         self.ranks, self.process_set_id = ranks, process_set_id
 
     def group(self) -> Group:

@@ -342,7 +342,7 @@ class GlobalBatches(keras.utils.PyDataset):
         return check_slices(slices, is_training=self._is_shuffled)
 
     def describe(self, is_trained_on: bool) -> tuple[dict[str, int], list[Any]]:
-        """Return state and samples for a comparison of ranks; raise if this one cannot use them."""
+        """Return state and samples, for ranks to compare; raise if ranks cannot share batches."""
         check_slices(self._slices(self.batch_size), is_trained_on or self._is_shuffled)
         return self.state(), self._source.probe()
 

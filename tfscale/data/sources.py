@@ -271,13 +271,13 @@ def _own_records(records: tf.data.Dataset, slices: BatchSlices) -> tf.data.Datas
         first, last = slices.bounds(slices.full_batches)
         starts[1], counts[1] = first - full, last - first
 
-    def own(batch: tf.Tensor, window: Any) -> tf.data.Dataset:
+    def slice_of(batch: tf.Tensor, window: Any) -> tf.data.Dataset:
         kind = tf.cast(batch >= slices.full_batches, tf.int32)
         piece = tf.data.Dataset.zip(window).skip(tf.constant(starts, tf.int64)[kind])
         return piece.take(tf.constant(counts, tf.int64)[kind])
 
     # One function call per batch; one per record (filter) would cost 50 us each on every rank.
-    return records.window(slices.batch_size).enumerate().flat_map(own)
+    return records.window(slices.batch_size).enumerate().flat_map(slice_of)
 
 
 class _EpochReader:

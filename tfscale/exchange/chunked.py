@@ -121,7 +121,7 @@ class Chunked(Exchange):
 
     @property
     def needs_prepared(self) -> str:  # type: ignore[override]
-        """The option for dense layers that exchange activations: these need a prepared model."""
+        """The option that needs a prepared model, as a program writes it, or an empty text."""
         return f"replicated_dense={self.replicated_dense!r}" if self.replicated_dense else ""
 
     def dense_kinds(

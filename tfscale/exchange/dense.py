@@ -39,10 +39,10 @@ _STREAM = "activations"  # neither waits for gradients nor delays them
 _INNER = "inner"  # used in a function that the traced one calls
 _SAME = ("Identity", "IdentityN", "Cast", "CheckNumerics", "StopGradient", "UnsortedSegmentSum")
 _SUMS = ("AddN", "AddV2", "Add")
-_WORDS = {
+_SENT_TENSORS = {
     "weights": "weight gradients",
-    "replicated": "activations and errors, for whole gradients",
-    "partial": "activations and errors, for the gradients of each rank's rows",
+    "replicated": "activations and output gradients, for whole gradients",
+    "partial": "activations and output gradients, for the gradients of each rank's rows",
 }
 
 
@@ -125,13 +125,15 @@ class ReplicatedCall:
             sent = self._send(x)
             outputs = tf.matmul(x, kernel)
 
-            def gradient(error: tf.Tensor) -> list[Any]:
-                errors = self._gather(shares.weighted(error), "errors")
-                errors *= tf.constant(factor, errors.dtype)
-                of_kernel = self._kernel_gradient(sent, errors)
-                of_bias = [tf.reduce_sum(errors, axis=0)] if bias else []
+            def gradient(local_gradients: tf.Tensor) -> list[Any]:
+                output_gradients = self._gather(
+                    shares.weighted(local_gradients), "output gradients"
+                )
+                output_gradients *= tf.constant(factor, output_gradients.dtype)
+                of_kernel = self._kernel_gradient(sent, output_gradients)
+                of_bias = [tf.reduce_sum(output_gradients, axis=0)] if bias else []
                 _note_made(self.layer, [of_kernel, *of_bias])
-                return [tf.matmul(error, kernel, transpose_b=True), of_kernel, *of_bias]
+                return [tf.matmul(local_gradients, kernel, transpose_b=True), of_kernel, *of_bias]
 
             return tf.nn.bias_add(outputs, bias[0]) if bias else outputs, gradient
 
@@ -141,9 +143,9 @@ class ReplicatedCall:
         """Return the part of the whole batch's activations that this rank needs."""
         return self._gather(inputs, "activations")
 
-    def _kernel_gradient(self, sent: tf.Tensor, errors: tf.Tensor) -> Any:
+    def _kernel_gradient(self, sent: tf.Tensor, output_gradients: tf.Tensor) -> Any:
         """Return the gradient from the result of `_send` and the whole batch's output gradients."""
-        return tf.matmul(sent, errors, transpose_a=True)
+        return tf.matmul(sent, output_gradients, transpose_a=True)
 
     def _gather(self, tensor: tf.Tensor, what: str) -> tf.Tensor:
         """Return the rows of all ranks as a matrix."""
@@ -187,10 +189,10 @@ class PartialCall(ReplicatedCall):
         columns = tf.reshape(received, [-1, n_rows[self.group.rank]])
         return self.options.compression.decompress(columns, context)
 
-    def _kernel_gradient(self, sent: tf.Tensor, errors: tf.Tensor) -> Any:
+    def _kernel_gradient(self, sent: tf.Tensor, output_gradients: tf.Tensor) -> Any:
         shape, group = tuple(self.layer.kernel.shape), self.group
         begin, end = row_cuts(shape[0], group.size)[group.rank :][:2]
-        rows = tf.matmul(sent, errors, transpose_a=True)
+        rows = tf.matmul(sent, output_gradients, transpose_a=True)
         return tf.IndexedSlices(rows, tf.range(begin, end), tf.constant(shape))
 
 
@@ -345,7 +347,7 @@ class DenseCalls:
         has_changed = False
         for layer, (kind, reason) in zip(layers, kinds, strict=True):
             has_changed |= _set_call(layer, kind, self._options, process_set)
-            text = f"{_WORDS[kind]}{reason and f': {reason}'}"
+            text = f"{_SENT_TENSORS[kind]}{reason and f': {reason}'}"
             if (kind != "weights" or reason) and self._said.get(layer.path) != text:
                 self._said[layer.path] = text
                 logger.info("%s exchanges %s.", layer.path, text)

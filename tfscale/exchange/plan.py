@@ -106,7 +106,7 @@ class Table:
         """Positions of the parameters that are equal on all ranks."""
         return [i for i, p in enumerate(self.parameters) if not p.is_local]
 
-    def given(self, *kinds: Kind) -> list[int]:
+    def with_gradients(self, *kinds: Kind) -> list[int]:
         """Return positions of the shared parameters with gradients of the given kinds."""
         return [i for i in self.shared if self.parameters[i].gradient in kinds]
 
@@ -419,8 +419,8 @@ def compile_plan(
     first. It is a PlanError if messages that the user chose overlap.
     """
     cut = {i for bucket in segments for i in bucket.indices}
-    dense = [i for i in table.given("weights") if i not in cut]
-    made = {i: table.parameters[i].gradient for i in table.given("replicated", "partial")}
+    dense = [i for i in table.with_gradients("weights") if i not in cut]
+    made = {i: table.parameters[i].gradient for i in table.with_gradients("replicated", "partial")}
     # Each part with the position of its last gradient: back-propagation ends with position 0.
     ordered: list[tuple[int, Part]] = []
     for indices in table.buckets(dense, choose):  # of one dtype each
@@ -428,7 +428,7 @@ def compile_plan(
         part = lossy if sum_part is Sum else sum_part
         ordered.append((min(indices), part(indices)))
     ordered += [(i, Replicated((i,))) for i in made if i not in cut]
-    sent = set(table.given("weights", "rows"))
+    sent = set(table.with_gradients("weights", "rows"))
     for bucket in segments:
         # Of the whole bucket, even if a step has only some of its gradients.
         last, indices = min(bucket.indices), tuple(i for i in bucket.indices if i in sent)
@@ -442,7 +442,7 @@ def compile_plan(
     # A stable sort: a dense layer's gradients follow their bucket.
     parts = [part for _, part in sorted(ordered, key=lambda pair: -pair[0])]
     # Slots start in this order, and an embedding's gradient is the last of back-propagation.
-    parts += [Rows((i,)) for i in table.given("rows") if i not in cut]
+    parts += [Rows((i,)) for i in table.with_gradients("rows") if i not in cut]
     return ExchangePlan(tuple(parts), tuple(segments), overlap)
 
 

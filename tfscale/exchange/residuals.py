@@ -92,7 +92,7 @@ class Residuals:
         return [v for r in self.all for v in (r.own, r.owner, r.basis) if v is not None]
 
     def expect(self, n_steps: int) -> None:
-        """Note how many steps a `fit` will have; 0 if that is not known."""
+        """Record how many steps a `fit` will have; 0 if that is not known."""
         chosen = self.compression.start_step
         share = max(_LEAST_START, int(_START_SHARE * n_steps))
         self._first_of_few = share if chosen is None else chosen

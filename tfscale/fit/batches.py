@@ -177,7 +177,7 @@ class BatchComparison:
         self._left.assign(_COMPARED_BATCHES)
 
     def expect_one(self, method: str) -> None:
-        """Begin a call of a method that takes one batch, of many calls."""
+        """Begin a call of a method that takes one batch, such as `train_on_batch`."""
         if self._method != method:
             self.expect(None, method)
 

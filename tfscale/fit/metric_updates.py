@@ -66,7 +66,7 @@ def _parts_of(metric: Any) -> Metrics | None:
 
 
 def watch(model: keras.Model) -> None:
-    """Note what the steps of a model return and change, from now on; once for each model."""
+    """Wrap a model's steps, once, to record what they return and which states they change."""
     if runtime.size() == 1 or model in _watches:
         return
     _watches[model] = _Watch()
@@ -131,7 +131,7 @@ def sources_of(model: keras.Model, step: str, is_direct: bool = False) -> dict[s
 
 @contextlib.contextmanager
 def _observed(model: keras.Model) -> Iterator[dict[int, tuple[Any, keras.metrics.Metric, Any]]]:
-    """Note results and updates of a model's metrics within a block.
+    """Record results and updates of a model's metrics within a block.
 
     Yields:
         By `id` of a value that a metric returned: the value, which lives on, and its source.
@@ -241,7 +241,7 @@ def _look_eagerly(update: Any, args: Any, kwargs: Any) -> tuple[tf.Graph | None,
 
 
 def _note(watch: _Watch, metric: Any, graph: tf.Graph | None, first_op: int) -> None:
-    """Note how an update changes the variables of a metric; raise if that cannot be told."""
+    """Record how an update changes the variables of a metric; raise if that cannot be told."""
     variables = metric.variables
     if graph is None:
         changes = ["other"] * len(variables)

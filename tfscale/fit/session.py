@@ -45,7 +45,7 @@ class FitSession(Progress):
         return self.call.callbacks
 
     def note_resumed(self, n_steps_before: int) -> None:
-        """Note how many steps the run had made before the first epoch of this `fit`."""
+        """Record how many steps the run had made before the first epoch of this `fit`."""
         self.n_steps_before = n_steps_before
 
     def agree_on_saves(self, saves: Any) -> None:
@@ -170,7 +170,7 @@ def session_of(model: Any) -> FitSession | None:
 
 
 def running_session() -> FitSession | None:
-    """Return the session of the innermost `fit` on the caller's stack, of any model."""
+    """Return the session of the innermost `fit` that runs around the caller, or None."""
     call = stack.running_fit()
     session = _sessions.get(id(call.model))
     is_its = session is not None and session.call.callback_list is call.callback_list

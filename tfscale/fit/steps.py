@@ -308,14 +308,14 @@ def _of_sums_over_ranks(
     gradients = gradient(tape, target, sources, weighted, unconnected_gradients)
     if all(is_variable):
         return gradients
-    flat_found = []
+    flat_gradients = []
     for source, of_source, is_own in zip(
         flat, tf.nest.flatten(gradients), is_variable, strict=True
     ):
         if of_source is not None and not is_own:
             of_source = tf.math.divide_no_nan(of_source, _share_of_sum(share, source.dtype))
-        flat_found.append(of_source)
-    return tf.nest.pack_sequence_as(sources, flat_found)
+        flat_gradients.append(of_source)
+    return tf.nest.pack_sequence_as(sources, flat_gradients)
 
 
 def _has_row_values(values: Any, share: Share) -> bool:

@@ -171,7 +171,7 @@ class Progress:
         self.asks_each_step = self.is_over = False
 
     def note_wish_to_stop(self) -> None:
-        """Note that this rank waits for a step or epoch end at which all can stop."""
+        """Record that this rank waits for a step or epoch end at which all can stop."""
         self.wants_to_stop = True
 
     def _ask_at_end(self, wants_to_stop: bool) -> None:

@@ -347,5 +347,5 @@ def holder_of(rule: Any) -> Any:
 
 
 def set_holder(rule: Any, holder: Any) -> None:
-    """Note which distributed optimizer has built an update rule on pieces; None for variables."""
+    """Record which distributed optimizer has built an update rule on pieces; None for variables."""
     vars(rule)[_HOLDER] = _Held(holder)

@@ -68,7 +68,7 @@ class FitCall:
 
 @dataclasses.dataclass(frozen=True)
 class KerasPass:
-    """One pass over data, which begins or ends."""
+    """A pass of Keras over data, seen where it begins or ends."""
 
     adapter: Any = None  # Keras's adapter between the data and its loop; None if user code called
     epochs: Any = None  # Keras's iterator of epochs, of the caller
@@ -137,7 +137,7 @@ def running_fit() -> FitCall:
 
 
 def callback_list_around() -> Any:
-    """Return the innermost CallbackList one of whose methods is on the caller's stack, or None."""
+    """Return the CallbackList that runs a method around the caller, the innermost; or None."""
     frames = (frame for frame in _frames() if frame.f_code in _LIST_METHODS)
     return next((frame.f_locals["self"] for frame in frames), None)
 

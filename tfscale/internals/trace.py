@@ -139,7 +139,7 @@ def block_layout(values: tf.Tensor) -> str | None:
 
 
 def note_shape(shape: tf.Tensor, tensor: tf.Tensor) -> None:
-    """Note that one tensor is the shape of another, which a constant does not tell."""
+    """Record that one tensor is the shape of another, which a constant does not tell."""
     if not hasattr(shape, "numpy") and not hasattr(tensor, "numpy"):
         layout = block_layout(tensor)
         if layout is not None:

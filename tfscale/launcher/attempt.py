@@ -74,7 +74,7 @@ class StopRequest:
         self.first = self.first or number
 
     def describe(self) -> str:
-        """Return when the ranks' time to end was over."""
+        """Return the part of a message that says when the ranks had to have ended."""
         if self._is_repeated:
             return "at the second signal"
         return f"{self._grace_s:g} s (--grace-s) after {signal.Signals(self.first or 0).name}"

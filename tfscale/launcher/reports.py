@@ -380,7 +380,7 @@ class ReportReader(threading.Thread):
         return any(start.host != socket.gethostname() for start in self._starts.values())
 
     def look_for_absent_ranks(self) -> None:
-        """Take the end of a rank for which others wait in `tfscale.init` as a failure, once."""
+        """Report one rank as failed if it ended before `tfscale.init`, where others wait for it."""
         if self.first_failure_at is not None or not self._changes:
             return
         for index, report in enumerate(self.reports):

@@ -344,10 +344,15 @@ def merge_starts(starts_by_rank: Sequence[Starts]) -> Starts:
 def rows(
     labels: Mapping[str, int], record: RankRecord, slowest: Starts, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the report's lines of an epoch and rank, times in seconds since `origin_ns`.
+    """Yield the report's lines of an epoch and rank, with times in seconds since `origin_ns`.
 
-    There is a line of kind "step" per step, followed by one of kind "slot" per collective. `labels`
-    has the numbers of the epoch and the rank.
+    There is a line of kind "step" per step, followed by one of kind "slot" per collective.
+
+    Args:
+        labels: The numbers of the epoch and the rank, which each line begins with.
+        record: What the rank recorded in the epoch.
+        slowest: When the last rank started each collective.
+        origin_ns: Time 0 of the report, in nanoseconds.
     """
     slots = slots_by_step(record)
     for window in record.windows:

@@ -158,7 +158,7 @@ def _find_peak(thetas: Sequence[float]) -> Finding | None:
 
 @dataclass(frozen=True)
 class GrowthSettings:
-    """The settings of a run; see `AdaptiveBatchSize`."""
+    """The growth of the batch in a run: arguments of `AdaptiveBatchSize`."""
 
     sizes: tuple[int, ...]  # over all ranks, ascending: from the start to the maximum
     learning_rate_rule: RateRule = "linear"

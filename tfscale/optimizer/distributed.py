@@ -182,7 +182,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         self._self_accumulator.add(grads, variables, rule, lambda sums: bound.step(sums, variables))
 
     def note_compared(self) -> None:
-        """Note that a `fit` has compared the ranks, so that the first step need not."""
+        """Record that a `fit` has compared the ranks, so that the first step need not."""
         self._self_bound = replace(self._self_bound, is_compared=True)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:

@@ -25,12 +25,12 @@ class _Search:
     """Cache of simulated plans."""
 
     scenario: Scenario
-    known: dict[LayerPlan, Prediction] = field(default_factory=dict)
+    predictions: dict[LayerPlan, Prediction] = field(default_factory=dict)
 
     def step_s(self, plan: LayerPlan) -> float:
-        if plan not in self.known:
-            self.known[plan] = simulate(self.scenario, plan)
-        return self.known[plan].step_s
+        if plan not in self.predictions:
+            self.predictions[plan] = simulate(self.scenario, plan)
+        return self.predictions[plan].step_s
 
     def best(self, plans: Iterable[LayerPlan]) -> LayerPlan:
         """Return the fastest plan, the first of equally fast ones."""
@@ -123,7 +123,8 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = parts.KINDS) -> Choice:
     The search starts with the exchange of dense layers that sends the fewest bytes. It then varies
     the number of buckets, the boundary of the first chunk, the exchange of each large dense layer
     and that of each bucket, one after another, and keeps the changes that shorten the simulated
-    step. Equal arguments give equal plans on all ranks. `allowed` has "allreduce" or "sharded".
+    step. Equal arguments give equal plans on all ranks. `allowed` contains "allreduce", "sharded"
+    or both.
     """
     whole: list[Kind] = [kind for kind in allowed if kind in ("allreduce", "sharded")]
     search = _Search(scenario)
@@ -137,8 +138,16 @@ def choose(scenario: Scenario, allowed: Sequence[Kind] = parts.KINDS) -> Choice:
     if gain < LEAST_GAIN:
         best = plain
         reason = f"the best other plan would be {100 * gain:.1f} % faster: less than it must be"
-    known, words = search.known, _describe(best, is_plain=best == plain)
-    return Choice(best, known[best], plain, known[plain], words, reason, len(known))
+    predictions, description = search.predictions, _describe(best, is_plain=best == plain)
+    return Choice(
+        best,
+        predictions[best],
+        plain,
+        predictions[plain],
+        description,
+        reason,
+        len(predictions),
+    )
 
 
 def _describe(plan: LayerPlan, is_plain: bool) -> str:

@@ -183,13 +183,13 @@ class Scenario:
         layer = self.table.layers[layer_index]
         products = self._product_s(layer.flops, self.local_batch)
         traffic = self._traffic_s(layer, _BACKWARD_PASSES)
-        errors = traffic + (products if layer_index > 0 else 0.0)
-        weights = products if layer.weights else 0.0
+        inputs_s = traffic + (products if layer_index > 0 else 0.0)
+        weights_s = products if layer.weights else 0.0
         measured = self._measured()
         if measured is None:
-            return errors, weights
+            return inputs_s, weights_s
         total = measured.backward_s[layer.name] * self._scale(measured.batch)
-        part = weights / (errors + weights) if errors + weights > 0 else 0.0
+        part = weights_s / (inputs_s + weights_s) if inputs_s + weights_s > 0 else 0.0
         if layer.name in measured.gradient_s and total > 0:
             own_s = measured.gradient_s[layer.name][1] * self._scale(measured.batch)
             part = min(_MOST_OF_LAYER, own_s / total)

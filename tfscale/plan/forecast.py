@@ -50,7 +50,7 @@ class Point:
     predicted: Prediction
     speedup: float  # relative to one rank with as many samples per step
     memory: float  # bytes that a rank holds besides activations
-    words: str = ""  # what to write in Python; for "auto", the planner's choice
+    code: str = ""  # what to write in Python; for "auto", the planner's choice
 
 
 def forecast(
@@ -149,10 +149,10 @@ def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
         auto, at = autos[n_ranks], replace(scenario, n_ranks=n_ranks)
         best_s, plain_s = best.predicted.step_s, simulate(at, plain_plan(at)).step_s
         is_better = best_s <= (1 - LEAST_GAIN) * plain_s
-        advice, words_s = (best.words, best_s) if is_better else (PLAIN, plain_s)
-        times = (words_s, int8_s(at), auto.predicted.step_s, parts.lower_bound_s(at))
+        advice, advice_s = (best.code, best_s) if is_better else (PLAIN, plain_s)
+        times = (advice_s, int8_s(at), auto.predicted.step_s, parts.lower_bound_s(at))
         row = [n_ranks, best.exchange, f"{1e3 * best_s:.2f}", advice]
-        body.append([*row, *(f"{1e3 * seconds:.2f}" for seconds in times), auto.words])
+        body.append([*row, *(f"{1e3 * seconds:.2f}" for seconds in times), auto.code])
     return grid(head, body, ("best of the table", "exchange=", "plan"))
 
 

@@ -169,13 +169,13 @@ def lower_bound_s(scenario: Scenario) -> float:
     compute = scenario.rest_s()
     rate = scenario.machine.link(scenario.n_ranks).bytes_per_s
     for layer_index, layer in enumerate(scenario.table.layers):
-        errors, weights = scenario.backward_s(layer_index)
+        inputs_s, weights_s = scenario.backward_s(layer_index)
         if layer.dense:
             gathered = scenario.gradient_s(
                 layer_index, scenario.gathered_batch, 1 / scenario.n_ranks
             )
-            weights = min(weights, gathered)
-        compute += scenario.forward_s(layer_index) + errors + weights
+            weights_s = min(weights_s, gathered)
+        compute += scenario.forward_s(layer_index) + inputs_s + weights_s
         if layer.weights:
             least += min(sent_bytes(scenario, layer_index, kind) for kind in kinds_for(layer))
     return max(compute, least / rate)

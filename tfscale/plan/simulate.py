@@ -265,8 +265,8 @@ class _Builder:
             self.forward[layer_index] = self._add(COMPUTE, duration, last, f"forward {layer.name}")
             last = (self.forward[layer_index],)
         for layer_index in reversed(range(len(scenario.table.layers))):
-            errors, weights = scenario.backward_s(layer_index)
-            duration = errors + (0.0 if layer_index in self.gathered else weights)
+            inputs_s, weights_s = scenario.backward_s(layer_index)
+            duration = inputs_s + (0.0 if layer_index in self.gathered else weights_s)
             name = f"backward {scenario.table.layers[layer_index].name}"
             self.backward[layer_index] = self._add(COMPUTE, duration, last, name)
             last = (self.backward[layer_index],)
@@ -333,15 +333,15 @@ class _Builder:
         """Send a dense layer's inputs and its output gradients as soon as they are computed."""
         layer_index = self._first_layer(part)
         messages = message_bytes(self.scenario, layer_index, part.kind)[:2]
-        of_inputs, of_errors = map(self.scenario.transfer_s, messages)
+        inputs_s, outputs_s = map(self.scenario.transfer_s, messages)
         inputs: tuple[int, ...] = (self.backward[0],)
-        errors = inputs
+        gradients = inputs
         if self.plan.overlap:
             is_last = layer_index + 1 == len(self.backward)
             inputs = (self.forward[layer_index - 1],) if layer_index > 0 else ()
-            errors = (self.forward[layer_index] if is_last else self.backward[layer_index + 1],)
-        first = self._add(COMMUNICATION, of_inputs, inputs, "activations")
-        return first, self._add(COMMUNICATION, of_errors, errors, "errors")
+            gradients = (self.forward[layer_index] if is_last else self.backward[layer_index + 1],)
+        first = self._add(COMMUNICATION, inputs_s, inputs, "activations")
+        return first, self._add(COMMUNICATION, outputs_s, gradients, "output gradients")
 
     def _partial(self, part: LayerPart) -> int:
         scenario, size, layer_index = self.scenario, self.scenario.n_ranks, self._first_layer(part)

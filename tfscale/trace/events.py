@@ -156,7 +156,7 @@ def _other_inputs(value: tf.Tensor) -> list[tf.Tensor]:
 
 
 class Offset(NamedTuple):
-    """Rank 0's clock minus this rank's, when this rank's showed `at_ns`; in ns."""
+    """By how much rank 0's clock was ahead of this rank's at a time of the latter; in ns."""
 
     at_ns: int
     offset_ns: int

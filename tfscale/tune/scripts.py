@@ -217,17 +217,17 @@ class GroupsProbe(ours.Callback):
         return float(np.asarray(self.model.optimizer.learning_rate))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Note the learning rate."""
+        """Record the learning rate."""
         super().on_train_begin(logs)
         self._rate = self._present_rate()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the number of steps before the epoch."""
+        """Record the number of steps before the epoch."""
         super().on_epoch_begin(epoch, logs)
         self._n_before = self._n_steps
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the losses of new steps; write the result and end training after the last."""
+        """Record the losses of new steps; write the result and end training after the last."""
         super().on_train_batch_end(batch, logs)
         self._n_steps = self._n_before + steps_until(self.model, batch)
         # Keras reports the mean since the epoch began.

@@ -132,8 +132,8 @@ class Changes:
 
     Attributes:
         bits: Bits per value: 32 for the values as they are, 16, 8 or 4; int32.
-        block: Values that share a scale.
-        is_coded: For each variable whether its changes are sent instead of its values.
+        block: Number of values that share a scale.
+        is_coded: For each variable, whether its changes are sent and not its values.
     """
 
     bits: Any
@@ -286,11 +286,14 @@ class Backend(Protocol):
         return
 
     def drain(self) -> None:
-        """Wait until no gather is pending on this process; a failure is left to readers."""
+        """Wait until no gather is pending on this process.
+
+        Does not raise the error of a gather that failed: a read of its variable does.
+        """
         return
 
     def add_group(self, ranks: Sequence[int]) -> int:
-        """Make a group known; called by all ranks. Returns its id."""
+        """Register the ranks of a process set, and return its id. Collective of all ranks."""
 
     def remove_group(self, group: int) -> None:
         """Free what a group holds, if no traced function uses it."""
