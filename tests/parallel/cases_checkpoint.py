@@ -115,7 +115,7 @@ def case_one_rank_cannot_write():
         with float64(), shared_folder() as folder:
             require_error(
                 lambda: Run().train(folder, every_n_steps=4),
-                "Each rank must write its part of a checkpoint",
+                "Could not write parts of a checkpoint",
                 "rank 1: OSError: [Errno 28] No space left on device",
             )
             assert [f.step for f in list_checkpoints(folder) if f.is_finished] == [4]
@@ -270,7 +270,7 @@ def case_a_backup_that_rank_0_cannot_read():
             (folder / "file").touch()
         for where, text in (
             (own, "damaged ones only"),
-            (folder / "file", "a directory that rank 0 can write to"),
+            (folder / "file", "directory must be one that rank 0 can write to"),
         ):
             action = lambda where=where: train([BackupAndRestore(where)], 1)  # noqa: E731
             require_error(action, "ConfigError", text)

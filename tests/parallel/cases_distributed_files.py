@@ -195,7 +195,7 @@ def case_shared_names_are_written_once():
         if tfscale.rank() == 0:
             (folder / "exists").write_text("")
         tfscale.barrier()
-        text = "Files must be written. Received: rank 0: "
+        text = "Could not write files. Received: rank 0: "
         require_error(lambda: data.save(str(folder / "exists" / "no")), "ExchangeError", text)
 
 

@@ -149,7 +149,7 @@ def case_losses_over_a_batch_are_refused():
             model.compile(keras.optimizers.SGD(0.1))
             batches = tf.data.Dataset.from_tensor_slices(data).batch(8, drop_remainder=True)
             texts[name] = outcome(partial(model.fit, batches, shuffle=False, verbose=0))
-        require_refusals(texts, "The step of fit", "gradient", "--verify off")
+        require_refusals(texts, "differs from a step of one process", "gradient", "--verify off")
         text = f"is {1 / tfscale.size():.4g} times that of one process"
         model = Trained(LOSSES["sum"][0])
         model.compile("sgd")
@@ -333,7 +333,9 @@ def case_a_part_of_a_batch_is_compared_if_memory_is_missing():
     try:
         with float64(), distributed():
             model = of_layers(Layer(COUPLED["mean"]))
-            require_error(lambda: model.fit(ROWS, TARGETS, 8, verbose=0), "The step of fit")
+            require_error(
+                lambda: model.fit(ROWS, TARGETS, 8, verbose=0), "differs from a step of one process"
+            )
             model = of_layers()
             model.fit(ROWS, TARGETS, 8, verbose=0)
     finally:

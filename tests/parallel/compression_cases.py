@@ -333,7 +333,7 @@ def case_what_cannot_be_quantised_is_refused():
             )
             for exchange in ("sharded", "auto", local)
         ),
-        (lambda: Compression.int4(error_feedback=False), "4 bits need error feedback"),
+        (lambda: Compression.int4(error_feedback=False), "error_feedback must be True for 4 bits"),
         (lambda: Compression.int8(steps=3), "Received: steps."),
     ):
         require_error(action, text)

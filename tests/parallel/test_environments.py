@@ -173,7 +173,7 @@ def test_who_takes_part(name):
 def test_a_rank_that_is_not_named_is_told():
     result = launch(2, "import tfscale\nfrom mpi4py import MPI\ntfscale.init(comm=[0])\n")
     assert result.exit_code not in (0, None)
-    text = "Only the ranks named in comm may call init. Received: comm=[0] on rank 1"
+    text = "comm must hold the rank that calls init. Received: comm=[0] on rank 1"
     assert text in result.output
 
 

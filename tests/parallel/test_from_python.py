@@ -129,7 +129,7 @@ def test_the_error_of_a_rank_has_its_traceback_and_number():
     with pytest.raises(tfscale.RankError, match="killed by signal 9") as error:
         tfscale.run(lambda: os.kill(os.getpid(), signal.SIGKILL), np=1)
     assert (error.value.rank, error.value.exit_code) == (0, 137)
-    with pytest.raises(tfscale.RankError, match="Received: the end of rank 0"):
+    with pytest.raises(tfscale.RankError, match="rank 0 ended before the function returned"):
         tfscale.run(sys.exit, np=1)
 
 

@@ -197,7 +197,7 @@ def test_an_installed_wheel_compiles_its_library_at_the_first_run(pure_wheel, tm
         assert sorted(done.stdout.splitlines()) == ["sum 2.0"] * 2
         told.append(done.stderr)
     assert "once on this machine: about " in told[0] and "tfscale: compiled in " in told[0]
-    assert "compiling the library" not in told[1]
+    assert "compiling the" not in told[1]
     libraries = list((tmp_path / "cache" / "tfscale").glob("*/libtfscale_*.so"))
     assert [path.parent.stat().st_mode & 0o777 for path in libraries] == [0o700] * 2
 
