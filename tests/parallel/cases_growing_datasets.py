@@ -252,7 +252,7 @@ def shuffled():
 
 
 def resumed(make_data, **options):
-    """Train in one run and in two, of which the first ends amid an epoch; return both models."""
+    """Train in one run and in two, of which the first ends in an epoch; return both models."""
     models = []
     with shared_folder() as folder:
         for where, is_cut in ((None, False), (folder, True), (folder, False)):

@@ -158,9 +158,9 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 "grow" meets `class_weight`, or a loss or exchange that is not a mean.
         """
         super().__init__()
-        self.data = own = batches_for(data, sharded)
+        self.data = batches = batches_for(data, sharded)
         self._settings = growth.GrowthSettings(
-            sizes=growth.ladder(start_batch_size or own.batch_size, max_batch_size, factor),
+            sizes=growth.ladder(start_batch_size or batches.batch_size, max_batch_size, factor),
             learning_rate_rule=learning_rate_rule,
             signal=signal,
             interval=None if isinstance(interval, tuple) else interval,
@@ -173,7 +173,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
         fits = active_ranks in ("all", "grow")
         require(fits, "active_ranks", "'all' or 'grow'", active_ranks, "Use 'all' if in doubt.")
         self._has_surplus = active_ranks == "grow"
-        if isinstance(own, DatasetBatches) and (self._has_surplus or signal == "noise_scale"):
+        if isinstance(batches, DatasetBatches) and (self._has_surplus or signal == "noise_scale"):
             raise ConfigError(
                 "active_ranks='grow' and signal='noise_scale' need GlobalBatches. Received: "
                 f"active_ranks={active_ranks!r}, signal={signal!r} with a tf.data.Dataset. Leave "

@@ -277,6 +277,6 @@ class DatasetBatches:
 def _read_by(iterator: Any, n_elements: int | None = None) -> tf.data.Dataset:
     """Return a dataset of the next elements of an iterator, which ends with it at the latest."""
     count = tf.data.Dataset.counter() if n_elements is None else tf.data.Dataset.range(n_elements)
-    found = count.map(lambda _: iterator.get_next_as_optional())
-    found = found.take_while(lambda element: element.has_value())
-    return found.map(lambda element: element.get_value())
+    optionals = count.map(lambda _: iterator.get_next_as_optional())
+    optionals = optionals.take_while(lambda element: element.has_value())
+    return optionals.map(lambda element: element.get_value())

@@ -90,13 +90,13 @@ def _demo(options: argparse.Namespace) -> int:
         patience = f"{variable_name('stall_warning_s')}={options.seconds + 60:g}"
         job = ["run", "-np", str(options.size), "--env", patience]
         code = int(options.run_command([*job, "--", sys.executable, "-m", __name__, settings]))
-        found = read_json(result)
-    if code or not found:
+        record = read_json(result)
+    if code or not record:
         if code != 128 + signal.SIGINT:
             text = "tfscale: the demo could not train. `tfscale doctor` says what to do.\n"
             sys.stderr.write(text)
         return code or 1
-    alone, together = curves = [Curve(**curve) for curve in found["curves"]]
+    alone, together = curves = [Curve(**curve) for curve in record["curves"]]
     sys.stdout.write(
         f"\n{draw(curves)}\n{describe_end(alone, together, options.size, n_cores, load)}"
     )
@@ -216,9 +216,9 @@ def draw_svg(curves: Sequence[Curve]) -> str:
     top, bottom, end = max(values), min(values), max(curve.seconds[-1] for curve in shown)
     left, right, high, low = 60, 620, 40, 310
 
-    def text(x: float, y: float, words: str, fill: str = "#333", anchor: str = "start") -> str:
-        place = f'x="{x:g}" y="{y:g}" fill="{fill}" text-anchor="{anchor}"'
-        return f"<text {place}>{escape(words)}</text>"
+    def text(x: float, y: float, label: str, fill: str = "#333", anchor: str = "start") -> str:
+        where = f'x="{x:g}" y="{y:g}" fill="{fill}" text-anchor="{anchor}"'
+        return f"<text {where}>{escape(label)}</text>"
 
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="360" font-size="13" '
@@ -231,14 +231,14 @@ def draw_svg(curves: Sequence[Curve]) -> str:
         text(left, low + 18, "0"),
         text(right, low + 18, f"{end:.1f} s", anchor="end"),
     ]
-    for place, (curve, color) in enumerate(zip(shown, itertools.cycle(_COLORS), strict=False)):
+    for column, (curve, color) in enumerate(zip(shown, itertools.cycle(_COLORS), strict=False)):
         points = " ".join(
             f"{left + (right - left) * second / (end or 1.0):.1f},"
             f"{high + (low - high) * (top - loss) / ((top - bottom) or 1.0):.1f}"
             for second, loss in zip(curve.seconds, curve.losses, strict=True)
         )
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(text(left + 280 * place, 22, curve.label, color))
+        parts.append(text(left + 280 * column, 22, curve.label, color))
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -289,10 +289,10 @@ def share_of(cpus: Sequence[int], rank: int, size: int, n_cores: int) -> list[in
 
 def _train(settings: dict[str, Any]) -> None:
     """Train on rank 0, then on all ranks; rank 0 writes the two curves."""
-    place = discover(environment())
-    assert place is not None  # it was started by `tfscale run`
+    launch = discover(environment())
+    assert launch is not None  # it was started by `tfscale run`
     n_cpus, units = count_cores(), cores_by_unit(os.sched_getaffinity(0), _siblings)
-    cpus = share_of([*itertools.chain(*units)], place.rank, place.size, n_cpus)
+    cpus = share_of([*itertools.chain(*units)], launch.rank, launch.size, n_cpus)
     os.sched_setaffinity(0, cpus)  # before TensorFlow starts threads
 
     import tensorflow as tf

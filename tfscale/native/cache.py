@@ -71,10 +71,10 @@ class Libraries:
         told = []
         for path in (self.engine, self.ops):
             is_packaged = path.is_relative_to(PACKAGED)
-            place = "of the package" if is_packaged else f"compiled here, key {path.parent.name}"
+            origin = "of the package" if is_packaged else f"compiled here, key {path.parent.name}"
             target = (compiler.read_stamp(path.parent) or {}).get("target", "")
             target = f"TensorFlow {target}" if path == self.ops else target
-            told.append(f"{path} for {target} ({place})")
+            told.append(f"{path} for {target} ({origin})")
         return f"{' and '.join(told)}, with {self.mpi}"
 
 
@@ -204,12 +204,12 @@ def _older_instead(tensorflow: str) -> str:
     """Return the remedy where no ops for a TensorFlow come with the package."""
     stamps = [compiler.read_stamp(folder) or {} for folder in packaged_folders()]
     have = [stamp["target"] for stamp in stamps if stamp["part"] == OPS]
-    known = ", ".join(sorted(have)) or compiler.tested("tensorflow")
+    versions = ", ".join(sorted(have)) or compiler.tested("tensorflow")
     bound = compiler.ceiling("tensorflow")
     if not compiler.is_untested("tensorflow", tensorflow) and have:
         bound = f"=={max(have, key=compiler.minor)}.*"
     return (
-        f"Or use a TensorFlow for which they are there, {known} instead of {tensorflow}: "
+        f"Or use a TensorFlow for which they are there, {versions} instead of {tensorflow}: "
         f"pip install 'tensorflow{bound}'."
     )
 
@@ -222,23 +222,23 @@ def _compile_once(
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     _require_own(folder)
-    place = folder / key_of(stamp)
+    kept = folder / key_of(stamp)
     seconds = max(_COMPILE_LEAST_S, _COMPILE_ONE_CORE_S[part] // count_cores())
     with _locked(folder / "lock", who, f"about {seconds} s") as is_locked:
         names = os.listdir(folder)  # NFS then shows what other hosts have made, too
-        if not _is_usable(place, stamp, refused):
+        if not _is_usable(kept, stamp, refused):
             for name in names if is_locked else ():  # no other process compiles
                 if name.startswith(_UNFINISHED):
                     shutil.rmtree(folder / name, ignore_errors=True)  # of a killed one
-            if place.exists() and compiler.read_stamp(place) is None:
-                _say(who, f"{place} holds no whole library: it was cut or changed.")
+            if kept.exists() and compiler.read_stamp(kept) is None:
+                _say(who, f"{kept} holds no whole library: it was cut or changed.")
             name = f"engine for {target}" if part == ENGINE else f"ops for TensorFlow {target}"
             _say(who, f"compiling the {name}, once on this machine: about {seconds} s.")
             started = time.monotonic()
-            _compile_into(place, stamp, refused, build)
-            _say(who, f"compiled in {time.monotonic() - started:.0f} s, kept in {place}.")
-    _require_own(place)
-    return compiler.library_in(place, part)
+            _compile_into(kept, stamp, refused, build)
+            _say(who, f"compiled in {time.monotonic() - started:.0f} s, kept in {kept}.")
+    _require_own(kept)
+    return compiler.library_in(kept, part)
 
 
 def _say(who: str, text: str) -> None:

@@ -420,14 +420,14 @@ def _operations(build_dir: Path, tensorflow: TensorFlow) -> Source:
 
     They are compiled together: TensorFlow's headers take most of the time of each file.
     """
-    root, every = find_sources(), build_dir / ROOMS[OPS] / "operations.cc"
+    root, joined = find_sources(), build_dir / ROOMS[OPS] / "operations.cc"
     paths = sorted((root / ROOMS[OPS]).glob("*.cc"))
     text = "".join(f'#include "{ROOMS[OPS]}/{path.name}"\n' for path in paths)
-    every.parent.mkdir(parents=True, exist_ok=True)
-    if not every.exists() or every.read_text() != text:
-        every.write_text(text)
+    joined.parent.mkdir(parents=True, exist_ok=True)
+    if not joined.exists() or joined.read_text() != text:
+        joined.write_text(text)
     flags = [*_library_flags(root), *tensorflow.compile_flags]
-    return Source(every, flags, tensorflow.version)
+    return Source(joined, flags, tensorflow.version)
 
 
 def build_engine(output_dir: Path, build_dir: Path, toolchain: Toolchain) -> Path:
@@ -451,7 +451,7 @@ def build_ops(output_dir: Path, build_dir: Path, tensorflow: TensorFlow, engine:
     return _link(output_dir, compiler, stamp, link)
 
 
-def _link(output_dir: Path, compiler: str, stamp: dict[str, str], words: Sequence[str]) -> Path:
+def _link(output_dir: Path, compiler: str, stamp: dict[str, str], inputs: Sequence[str]) -> Path:
     """Link a library and write its build record with its digest; both are on the disk then.
 
     Its soname is its file name, by which the ops find the engine that has been loaded.
@@ -460,7 +460,7 @@ def _link(output_dir: Path, compiler: str, stamp: dict[str, str], words: Sequenc
     library = library_in(output_dir, stamp["part"])
     unfinished = library.with_suffix(".new")
     # Without paths: the loader would prefer them to the MPI that the process is to use.
-    linked = [word for word in words if not word.startswith("-Wl,-rpath") and word[:5] != "-Wl,/"]
+    linked = [word for word in inputs if not word.startswith("-Wl,-rpath") and word[:5] != "-Wl,/"]
     options = [f"-Wl,-soname,{library.name}", "-Wl,--as-needed"]
     command = [compiler, "-shared", *options, *linked, "-pthread", "-o", str(unfinished)]
     run_quietly(command, f"Linking {library.name}")

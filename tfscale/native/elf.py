@@ -17,7 +17,7 @@ def read_dynamic(path: str | Path) -> dict[str, list[str]]:
         OSError: The file cannot be read, or is of another form.
     """
     data = Path(path).read_bytes()
-    found: dict[str, list[str]] = {name: [] for name in _ENTRIES.values()}
+    names: dict[str, list[str]] = {name: [] for name in _ENTRIES.values()}
     if data[:6] != b"\x7fELF\x02\x01":
         raise OSError(f"{path} is not a 64-bit, little-endian ELF file.")
     try:
@@ -38,5 +38,5 @@ def read_dynamic(path: str | Path) -> dict[str, list[str]]:
     for tag, value in entries:
         if tag in _ENTRIES:
             name = data[strings + value : data.index(b"\0", strings + value)]
-            found[_ENTRIES[tag]].append(name.decode(errors="replace"))
-    return found
+            names[_ENTRIES[tag]].append(name.decode(errors="replace"))
+    return names
