@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument(
         "--sizes", default="", help="numbers of ranks; by default all that there are"
     )
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="per program and size")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="per program and size")
     parser.add_argument("--times", type=int, metavar="RANKS", help="time allreduces instead")
     parser.add_argument("--ranks-per-host", type=int, default=0, help="of --times; 0: as they are")
     parser.add_argument("--seconds", type=float, default=0.5, help="of --times, for each size")

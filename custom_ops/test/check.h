@@ -58,8 +58,9 @@ extern "C" inline void OnAlarm(int) {
   _exit(1);
 }
 
-// Runs all cases in the order of the file, each for at most `limit_s` seconds.
-inline int RunTests(unsigned limit_s = 60) {
+// Runs all cases in the order of the file, each for at most `limit_s` seconds: long enough for a
+// sanitizer on a machine that does other work.
+inline int RunTests(unsigned limit_s = 300) {
   std::signal(SIGALRM, OnAlarm);
   for (const TestCase& test : TestCases()) {
     CurrentTest() = test.name;

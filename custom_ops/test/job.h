@@ -110,7 +110,7 @@ inline void SleepMs(int ms) { std::this_thread::sleep_for(std::chrono::milliseco
 
 // main() of a test that talks to other ranks. MPI is started once per process,
 // and ended whatever failed: mpiexec kills the others when a rank just exits.
-inline int RunJobTests(unsigned limit_s = 60) {
+inline int RunJobTests(unsigned limit_s = 300) {
   MpiEnv env;
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
