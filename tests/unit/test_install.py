@@ -12,7 +12,7 @@ PIP = """
 import sys, time
 print("Collecting keras>=3.10 (from tfscale==0.1.0)")
 print("  Downloading https://a/keras-3.15.1-py3-none-any.whl (1.6 MB)", flush=True)
-time.sleep(1)  # longer than a step of the bar
+time.sleep(1)  # the bar is drawn every 0.25 s: it must have been drawn in between
 print("Installing collected packages: keras, numpy, tfscale")
 print(sys.argv[1:])
 if "broken" in sys.argv:

@@ -38,7 +38,7 @@ def build(part, output_dir):
     deadline = time.monotonic() + 50
     while not waits.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    path = native.library_in(output_dir, part)
+    path = native.shared_object(output_dir, part)
     path.write_bytes(b"made")
     native.write_stamp(path, native.identity(part, targets[part]))
     return path
@@ -61,7 +61,7 @@ print(made.engine, made.ops)
 def put(folder, part=ENGINE, content=b"library", **stamp):
     """Write a library that cannot be loaded, with a build record."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = native.library_in(folder, part)
+    path = native.shared_object(folder, part)
     path.write_bytes(content)
     stamp = {**native.identity(part, TARGETS[part]), **stamp}
     native.write_stamp(path, {name: value for name, value in stamp.items() if value is not None})
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_compiled_into_the_cache_once(places, compiled, cap
     made = library.prepare_libraries(MPICH)
     for part, path in ((ENGINE, made.engine), (OPS, made.ops)):
         key = library.key_of(native.identity(part, TARGETS[part]))
-        assert path == native.library_in(places[1] / key, part)
+        assert path == native.shared_object(places[1] / key, part)
         assert places[1].stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o777 == 0o700
     assert [(part, path.parent.parent) for part, path in compiled] == [
         (ENGINE, places[1]),

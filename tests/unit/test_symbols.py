@@ -15,6 +15,7 @@ from tfscale.native.elf import read_dynamic
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 import build_wheel
 
+# These tests read symbols by objdump, and know the instructions of x86-64 only.
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or not shutil.which("objdump"), reason="needs x86_64, objdump"
 )
@@ -30,10 +31,14 @@ void wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock) 
 def libraries():
     folders = cache.packaged_folders()
     parts = [(folder, (compiler.read_stamp(folder) or {})["part"]) for folder in folders]
-    return [compiler.library_in(folder, part) for folder, part in parts]
+    return [compiler.shared_object(folder, part) for folder, part in parts]
 
 
-@pytest.mark.skipif(not libraries(), reason="nothing is built into the package: `make build`")
+# `make test` and `make test-all` build the libraries first; a checkout alone has none.
+NEEDS_BUILT = pytest.mark.skipif(not libraries(), reason="nothing is built: run `make build`")
+
+
+@NEEDS_BUILT
 def test_the_libraries_of_the_package_load_on_manylinux_2_28():
     for path in libraries():
         build_wheel.check_library(path)
@@ -75,7 +80,7 @@ def vector_functions(library):
     return names
 
 
-@pytest.mark.skipif(not libraries(), reason="nothing is built into the package: `make build`")
+@NEEDS_BUILT
 def test_a_cpu_without_avx_runs_only_what_it_has():
     """Functions with newer instructions are called after a look at the CPU."""
     names = set().union(*map(vector_functions, libraries()))

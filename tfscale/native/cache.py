@@ -117,7 +117,7 @@ def find_library(part: str, target: str, refused: frozenset[str] = frozenset()) 
     for folder in packaged_folders():
         stamp = compiler.read_stamp(folder) or {}
         if _fits(stamp, wanted) and stamp[compiler.DIGEST] not in refused:
-            return compiler.library_in(folder, part)
+            return compiler.shared_object(folder, part)
     folder = cache_folder()
     if not folder.exists():
         return None
@@ -126,7 +126,7 @@ def find_library(part: str, target: str, refused: frozenset[str] = frozenset()) 
     if not _is_usable(target_folder, wanted, refused):
         return None
     _require_own(target_folder)
-    return compiler.library_in(target_folder, part)
+    return compiler.shared_object(target_folder, part)
 
 
 def _is_usable(folder: Path, wanted: Mapping[str, str], refused: frozenset[str]) -> bool:
@@ -238,7 +238,7 @@ def _compile_once(
             _compile_into(kept, stamp, refused, build)
             _say(who, f"compiled in {time.monotonic() - started:.0f} s, kept in {kept}.")
     _require_own(kept)
-    return compiler.library_in(kept, part)
+    return compiler.shared_object(kept, part)
 
 
 def _say(who: str, text: str) -> None:

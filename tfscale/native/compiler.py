@@ -89,7 +89,7 @@ def installed_tensorflow() -> str | None:
     return None
 
 
-def library_in(folder: Path, part: str) -> Path:
+def shared_object(folder: Path, part: str) -> Path:
     """Return the path of the library that a folder holds."""
     return folder / f"libtfscale_{part}.so"
 
@@ -102,7 +102,7 @@ def read_stamp(folder: Path) -> dict[str, str] | None:
     """
     try:
         stamp = {name: str(value) for name, value in read_json(folder / STAMP_NAME).items()}
-        is_whole = sha256(library_in(folder, stamp["part"])) == stamp[DIGEST]
+        is_whole = sha256(shared_object(folder, stamp["part"])) == stamp[DIGEST]
     except (OSError, KeyError):
         return None
     return stamp if is_whole else None
@@ -457,7 +457,7 @@ def _link(output_dir: Path, compiler: str, stamp: dict[str, str], inputs: Sequen
     Its soname is its file name, by which the ops find the engine that has been loaded.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
-    library = library_in(output_dir, stamp["part"])
+    library = shared_object(output_dir, stamp["part"])
     unfinished = library.with_suffix(".new")
     # Without paths: the loader would prefer them to the MPI that the process is to use.
     linked = [word for word in inputs if not word.startswith("-Wl,-rpath") and word[:5] != "-Wl,/"]
