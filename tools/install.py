@@ -22,7 +22,7 @@ _WIDTH = 24
 
 
 def describe(line: str) -> str:
-    """Return what a line of pip says of its work, in a few words; "" for other lines."""
+    """Describe a step of pip in a few words, given a line that it prints; "" for other lines."""
     found = re.match(
         r"\s*(Collecting|Downloading|Installing collected packages:)\s+(\S+)(.*)", line
     )

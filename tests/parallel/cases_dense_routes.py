@@ -1,4 +1,4 @@
-"""Which dense layers of sharded models exchange activations, and what they send."""
+"""Dense layers of sharded models: those that exchange activations, and the values they send."""
 
 from collections.abc import Callable
 

@@ -26,7 +26,7 @@ _served: weakref.WeakKeyDictionary[Any, DatasetBatches] = weakref.WeakKeyDiction
 
 
 def served_in(epochs: Any) -> DatasetBatches | None:
-    """Return what is served in place of the data of a `fit`, given Keras's iterator of epochs."""
+    """Return the batches that replace the data of a `fit`, found by Keras's iterator of epochs."""
     return _served.get(epochs)
 
 

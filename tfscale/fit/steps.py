@@ -127,7 +127,7 @@ class _StepInFit:
 
     @property
     def has_whole_batches(self) -> bool:
-        """Whether the running `fit` gives all ranks the same batches."""
+        """True while a `fit` runs in which all ranks read the same batches."""
         return self._has_whole_batches
 
     def expect(self, data: Any) -> None:

@@ -175,7 +175,11 @@ def prepare_libraries(
 
 
 def _engine_of(mpi: MpiLibrary) -> Callable[[Path, Path], Path]:
-    """Return what compiles the engine; raises BuildError where that cannot be done."""
+    """Return the function that compiles the engine.
+
+    Raises:
+        BuildError: There is no compiler or MPI for it.
+    """
     toolchain = compiler.find_toolchain()
     soname = toolchain.find_soname()
     if soname != mpi.soname:
@@ -188,7 +192,11 @@ def _engine_of(mpi: MpiLibrary) -> Callable[[Path, Path], Path]:
 
 
 def _ops_with(engine: Path, tensorflow: str) -> Callable[[Path, Path], Path]:
-    """Return what compiles the ops; raises BuildError where that cannot be done."""
+    """Return the function that compiles the ops.
+
+    Raises:
+        BuildError: There is no compiler.
+    """
     try:
         compiler.find_compiler()
     except BuildError as error:

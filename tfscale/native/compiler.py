@@ -298,7 +298,9 @@ def find_sources() -> Path:
 
 
 def identity(part: str, target: str) -> dict[str, str]:
-    """Return what decides whether a library fits: `part`, for MPI's soname or a TensorFlow.
+    """Return the entries of a build record that tell whether a library fits.
+
+    `part` is ENGINE or OPS; `target` the soname of MPI, or a minor version of TensorFlow.
 
     Both parts name all sources, as they share C++ interfaces.
     """
