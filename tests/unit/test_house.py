@@ -30,6 +30,7 @@ ROOMS = (
     "optimizer",
     "local_sgd",
     "measure",
+    "monitor",
     "fit",
     "checkpoints",
     "callbacks",

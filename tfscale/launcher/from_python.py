@@ -87,6 +87,7 @@ def run(
     all_output: bool = False,
     output_prefix: bool = False,
     env: Mapping[str, str] | None = None,
+    metrics: str | None = None,
     restarts: int | None = None,
     min_np: int | None = None,
     grace_s: float = 30.0,
@@ -125,6 +126,8 @@ def run(
         all_output: Show what ranks other than 0 print, too. Standard error is always shown.
         output_prefix: Print the rank before each line.
         env: Environment variables of the ranks in addition to those of this process.
+        metrics: Where rank 0 serves metrics of the training for Prometheus: ":9464" on this host
+            alone, or "HOST:PORT".
         restarts: Call the function again after a failure, so many times at most (0).
         min_np: Restarts may leave out the place of a rank that failed, down to so many ranks.
         grace_s: Seconds that ranks have to end after an interrupt.
@@ -176,6 +179,7 @@ def run(
         "all_output": all_output and distribute,
         "output_prefix": output_prefix,
         "env": [f"{name}={value}" for name, value in variables.items()],
+        "metrics": metrics,
         "restarts": arguments["restarts"] or 0,
         "min_np": arguments["min_np"],
         "grace_s": grace_s,
