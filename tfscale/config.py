@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -157,10 +158,10 @@ class Settings:
         start_s: TFSCALE_START_S. Seconds without a sign of a host after which `tfscale run` names
             it; after five times as long the job ends.
         timeline: TFSCALE_TIMELINE. Folder for a timeline of the whole job; "" for none.
-        metrics: TFSCALE_METRICS. Address at which rank 0 serves metrics of the training, "HOST:PORT"
-            or ":PORT"; "" for none.
-        metrics_token: TFSCALE_METRICS_TOKEN. Bearer token that readers of the metrics must send; ""
-            for none.
+        metrics: TFSCALE_METRICS. Address at which rank 0 serves metrics of the training,
+            "HOST:PORT" or ":PORT"; "" for none.
+        metrics_token: TFSCALE_METRICS_TOKEN. Bearer token that readers of the metrics must send;
+            "" for none.
     """
 
     backend: str = "auto"
@@ -177,7 +178,7 @@ class Settings:
     start_s: float = 60.0
     timeline: str = ""
     metrics: str = ""
-    metrics_token: str = field(default="", repr=False)
+    metrics_token: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
         choices, remedy = f"one of {', '.join(BACKENDS)}", "Unset it to choose automatically."

@@ -67,9 +67,8 @@ Engine::Engine(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiE
                                                static_cast<size_t>(options.host_memory_bytes));
   rank_ = world.rank();
   size_ = world.size();
-  scheduler_ =
-      std::make_unique<Scheduler>(options_, std::move(world), plans_, events_, traffic_,
-                                  buffers_, workers_);
+  scheduler_ = std::make_unique<Scheduler>(options_, std::move(world), plans_, events_, traffic_,
+                                           buffers_, workers_);
   thread_ = std::make_unique<CommThread>(options_, queue_, *scheduler_);
 }
 

@@ -21,8 +21,7 @@ namespace tfscale {
 class Traffic {
  public:
   // `report_s` is infinite or 0: nothing is counted.
-  explicit Traffic(double report_s)
-      : report_s_(report_s), is_on_(report_s > 0 && report_s < 1e8) {}
+  explicit Traffic(double report_s) : report_s_(report_s), is_on_(report_s > 0 && report_s < 1e8) {}
 
   bool is_on() const { return is_on_; }
   // Before the first count.
@@ -55,8 +54,8 @@ class Traffic {
     std::lock_guard<std::mutex> lock(mutex_);
     const double waited_s = waited_s_[rank_];
     if (rank_ == 0 || waited_s == reported_s_) return "";
-    next_report_ = now + std::chrono::duration_cast<Clock::duration>(
-                             std::chrono::duration<double>(report_s_));
+    next_report_ =
+        now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(report_s_));
     reported_s_ = waited_s;
     return std::to_string(waited_s);
   }
@@ -86,7 +85,7 @@ class Traffic {
   double reported_s_ = 0.0;
 
   mutable std::mutex mutex_;
-  size_t rank_ = 0;  // all below guarded by mutex_
+  size_t rank_ = 0;               // all below guarded by mutex_
   std::vector<double> waited_s_;  // by rank of the world
   int64_t bytes_ = 0;
 };

@@ -1,10 +1,11 @@
-"""What rank 0 knows of its running `fit`, for the thread that serves metrics (`tfscale.monitor`)."""
+"""Numbers of the running `fit` on rank 0, for the thread of `tfscale.monitor`."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -146,10 +147,14 @@ class TrainingWatch:
         self._sharers.assign(count_active(data.batch_size, n_ranks) if is_shared else n_ranks)
 
     def note_steps(self, n_steps: int, window: analysis.Window | None) -> None:
-        """Count steps, and keep the times of their call if they are not the first."""
-        self._n_steps += n_steps
-        self._step += n_steps
-        if self._times is None and self._n_steps > n_steps:
+        """Count the steps of a call of the train function, and keep its times if they are given.
+
+        Keras counts the last call of several steps in an epoch as a full one.
+        """
+        reached = min(self._step + n_steps, self._steps_per_epoch() or math.inf)
+        self._n_steps += int(reached) - self._step
+        self._step = int(reached)
+        if self._times is None:
             self._times = _StepTimes()
         elif self._times is not None and window is not None:
             self._times.windows.append(window)
@@ -168,7 +173,9 @@ class TrainingWatch:
         logs, self._logs = self._logs, {}
         if logs:
             values = {key: np.asarray(value) for key, value in logs.items()}
-            numbers = {k: float(v) for k, v in values.items() if v.ndim == 0 and v.dtype.kind in "fiu"}
+            numbers = {
+                k: float(v) for k, v in values.items() if v.ndim == 0 and v.dtype.kind in "fiu"
+            }
             self._metrics = numbers
 
     # Called by the thread.

@@ -12,6 +12,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from tfscale.config import ConfigError, parse_address
 from tfscale.monitor.kubeflow import Poster
@@ -58,8 +59,10 @@ def listen(text: str, name: str) -> socket.socket:
 
 
 def _refused(name: str, text: str, error: OSError, remedy: str) -> str:
-    why = error.strerror or str(error)
-    return f"{name} must be an address at which rank 0 can listen. Received: {name} {text}: {why}. {remedy}"
+    return (
+        f"{name} must be an address at which rank 0 can listen. Received: {name} {text}: "
+        f"{error.strerror or error}. {remedy}"
+    )
 
 
 class _Server(socketserver.TCPServer):
@@ -84,7 +87,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page of metrics, if the token is right."""
         given, token = self.headers.get("Authorization", ""), self.server.token
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        # Headers are decoded as Latin-1, whatever bytes they are.
+        right = f"Bearer {token}".encode()
+        if token and not hmac.compare_digest(given.encode("latin-1", "replace"), right):
             self._answer(401, "The token is missing or wrong.\n", "text/plain")
         elif self.path.partition("?")[0] not in ("/metrics", "/"):
             self._answer(404, "The metrics are at /metrics.\n", "text/plain")
@@ -142,7 +147,7 @@ class Exporter:
         self._thread.join(_END_S if self._poster is not None else _TURN_S)
 
     def _run(self) -> None:
-        awaited = [self._wakes, *([] if self._server is None else [self._server])]
+        awaited: list[Any] = [self._wakes, *([] if self._server is None else [self._server])]
         while not self._is_over:
             ready, _, _ = select.select(awaited, [], [], _TURN_S)
             if self._server is not None and self._server in ready:

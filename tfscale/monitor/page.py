@@ -122,9 +122,7 @@ def render(numbers: Numbers) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _family(
-    name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]
-) -> Iterator[str]:
+def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
     head = [f"# HELP tfscale_{name} {text}", f"# TYPE tfscale_{name} {kind}"]
     for labels, value in samples:
         yield from head
