@@ -45,9 +45,7 @@ def write_certificate(folder: Path, address: str) -> Certificate:
         name,
         _sequence(_tag(0x17, begin.encode()), _tag(0x17, end.encode())),
         name,
-        _sequence(
-            _sequence(_tag(6, bytes.fromhex(_RSA)), _tag(5, b"")), _tag(3, b"\x00" + public)
-        ),
+        _sequence(_sequence(_tag(6, bytes.fromhex(_RSA)), _tag(5, b"")), _tag(3, b"\x00" + public)),
         _tag(0xA3, _sequence(*extensions)),
     )
     digest = _sequence(
