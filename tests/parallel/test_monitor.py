@@ -98,9 +98,9 @@ def test_restarts_are_counted(tmp_path):
         job.end()
 
 
-def test_a_port_in_use_ends_the_job_before_it_trains(tmp_path):
+def test_a_port_in_use_ends_the_job_before_it_trains():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        results = spawn(2, [CASES[0]], 60.0, {"TFSCALE_METRICS": address})
+        results = spawn(2, [serves_nothing], 120.0, {"TFSCALE_METRICS": address})
     text = next(result.text for result in results if result.rank == 0)
     assert re.search(rf"TFSCALE_METRICS {address}: Address already in use", text), text

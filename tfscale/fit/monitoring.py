@@ -94,9 +94,9 @@ class _StepTimes:
 
     def _peek(self) -> np.ndarray:
         assert self._listener is not None
-        found = self._listener.take()
-        self._listener.add(found)
-        return found
+        taken = self._listener.take()
+        self._listener.add(taken)
+        return taken
 
 
 class TrainingWatch:
@@ -246,7 +246,6 @@ def _counted(
     """The `train_step` of a model, which also adds the samples of each batch to a variable."""
     step = model.train_step
 
-    @functools.wraps(step)
     def counted_step(batch: Any) -> Any:
         rows = [leaf for leaf in keras.tree.flatten(batch) if len(getattr(leaf, "shape", ())) > 0]
         share = shares.current()
@@ -258,15 +257,16 @@ def _counted(
             samples.assign_add(n_rows if is_whole else n_rows * sharers)
         return step(batch)
 
-    counted_step.counts_samples = True  # type: ignore[attr-defined]
-    return counted_step
+    counted = functools.wraps(step)(counted_step)
+    counted.counts_samples = True  # type: ignore[attr-defined]
+    return counted
 
 
 _watch: TrainingWatch | None = None
 
 
 def watch() -> TrainingWatch | None:
-    """The watch of this process, made and served at the first call; None where nobody asks for it.
+    """The watch of this process, made and served at the first call; None if it is not asked for.
 
     Only rank 0 has one, if TFSCALE_METRICS is set, or the variables of Kubeflow's TrainJobs are.
 

@@ -39,7 +39,7 @@ class FitSession(Progress):
         self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
         self._n_calls = self._begin_ns = 0
         self._listener: events.Listener | None = None
-        self.watch = monitoring.watch()  # None where nobody looks at the training from outside
+        self.watch = monitoring.watch()  # None without metrics
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:

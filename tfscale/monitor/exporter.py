@@ -86,10 +86,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page of metrics, if the token is right."""
-        given, token = self.headers.get("Authorization", ""), self.server.token
+        credentials, token = self.headers.get("Authorization", ""), self.server.token
         # Headers are decoded as Latin-1, whatever bytes they are.
         right = f"Bearer {token}".encode()
-        if token and not hmac.compare_digest(given.encode("latin-1", "replace"), right):
+        if token and not hmac.compare_digest(credentials.encode("latin-1", "replace"), right):
             self._answer(401, "The token is missing or wrong.\n", "text/plain")
         elif self.path.partition("?")[0] not in ("/metrics", "/"):
             self._answer(404, "The metrics are at /metrics.\n", "text/plain")

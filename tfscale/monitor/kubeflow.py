@@ -29,7 +29,7 @@ _MOST_REMAINING_S = 2**31 - 1  # the field is an int32
 
 @dataclass(frozen=True)
 class StatusServer:
-    """Where a TrainJob's progress is posted to.
+    """The server that takes the progress of a TrainJob.
 
     Attributes:
         host: Name of the server.
