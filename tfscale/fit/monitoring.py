@@ -262,6 +262,11 @@ def _counted(
     return counted
 
 
+@functools.cache
+def _status_server() -> StatusServer | None:
+    return StatusServer.of(environment())
+
+
 _watch: TrainingWatch | None = None
 
 
@@ -276,7 +281,7 @@ def watch() -> TrainingWatch | None:
     global _watch
     if _watch is not None or not runtime.is_initialized() or runtime.rank() != 0:
         return _watch
-    address, server = settings().metrics, StatusServer.of(environment())
+    address, server = settings().metrics, _status_server()
     if not address and server is None:
         return None
     listening = listen(address, variable_name("metrics")) if address else None

@@ -7,12 +7,11 @@ import hmac
 import http.server
 import logging
 import os
-import select
+import selectors
 import socket
 import socketserver
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from tfscale.config import ConfigError, parse_address
 from tfscale.monitor.kubeflow import Poster
@@ -147,14 +146,18 @@ class Exporter:
         self._thread.join(_END_S if self._poster is not None else _TURN_S)
 
     def _run(self) -> None:
-        awaited: list[Any] = [self._wakes, *([] if self._server is None else [self._server])]
+        selector = selectors.DefaultSelector()
+        selector.register(self._wakes, selectors.EVENT_READ)
+        if self._server is not None:
+            selector.register(self._server, selectors.EVENT_READ)
         while not self._is_over:
-            ready, _, _ = select.select(awaited, [], [], _TURN_S)
+            ready = [key.fileobj for key, _ in selector.select(_TURN_S)]
             if self._server is not None and self._server in ready:
                 self._server.handle_request()
             numbers = self._numbers()
             if self._poster is not None and numbers is not None and not self._is_over:
                 self._poster.post(numbers)
+        selector.close()
         if self._server is not None:
             self._server.server_close()
         numbers = self._numbers()
