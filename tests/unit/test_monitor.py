@@ -37,6 +37,7 @@ NUMBERS = Numbers(
     exposed_s=0.1,
     n_bytes=1 << 40,
     waited_s=(4.0, 0.25, 3.0),
+    late_s=(0.0, 3.75, 1.0),
     metrics={"loss": 0.5, 'a "b"\\\n': math.nan, "up": math.inf},
     progress=0.34,
     remaining_s=33.01,

@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -31,7 +31,9 @@ from tfscale.trace import events
 
 logger = logging.getLogger("tfscale")
 
+_TURN_S = 1.0  # between two reads
 _RATE_S = 10.0  # of the speeds
+_LATE_S = 5.0  # of the late ranks
 _STEPS_MEASURED = 8
 _EVENTS_KEPT = 1 << 13  # of these steps
 _MEASURE_S = 5.0
@@ -99,6 +101,15 @@ class _StepTimes:
         return taken
 
 
+class _Counts(NamedTuple):
+    """Counters at one time."""
+
+    at: float  # seconds of the monotonic clock
+    steps: int
+    samples: int
+    waited_s: tuple[float, ...]  # by rank
+
+
 class TrainingWatch:
     """The progress of the `fit` that began last; training writes it, and one thread reads it.
 
@@ -117,8 +128,7 @@ class TrainingWatch:
         self._first: tuple[float, float] | None = None  # time and progress at the first epoch
         self._times: _StepTimes | None = None
         self._traffic = Traffic()
-        # Time, steps and samples of the last seconds.
-        self._history: deque[tuple[float, int, int]] = deque()
+        self._history: deque[_Counts] = deque()  # of the last seconds
         with tf.init_scope(), tf.device("CPU:0"):
             self._samples = tf.Variable(0, trainable=False, dtype=tf.int64)
             # Ranks that share a batch, where each is given its own part.
@@ -182,14 +192,16 @@ class TrainingWatch:
 
     def read(self) -> Numbers:
         """The numbers of this moment."""
-        now, n_steps, n_samples = time.monotonic(), self._n_steps, int(self._samples.numpy())
-        self._history.append((now, n_steps, n_samples))
-        while now - self._history[0][0] > _RATE_S and len(self._history) > 2:
-            self._history.popleft()
-        began, steps_before, samples_before = self._history[0]
-        seconds = max(now - began, 1e-9)
         times, progress = self._times, self._progress()
         self._look_at_engine(times)
+        samples, waited_s = int(self._samples.numpy()), self._traffic.waited_s
+        counts = _Counts(time.monotonic(), self._n_steps, samples, waited_s)
+        history = self._history
+        if not history or counts.at - history[-1].at >= _TURN_S / 2:
+            history.append(counts)
+        while counts.at - history[0].at > _RATE_S and len(history) > 1:
+            history.popleft()
+        seconds = max(counts.at - history[0].at, 1e-9)
         return Numbers(
             ranks=self._n_ranks,
             restarts=self._restarts,
@@ -197,18 +209,26 @@ class TrainingWatch:
             epochs=self._params.get("epochs"),
             step=self._step,
             steps_per_epoch=self._steps_per_epoch(),
-            steps=n_steps,
-            samples=n_samples,
-            steps_per_s=(n_steps - steps_before) / seconds,
-            samples_per_s=(n_samples - samples_before) / seconds,
+            steps=counts.steps,
+            samples=counts.samples,
+            steps_per_s=(counts.steps - history[0].steps) / seconds,
+            samples_per_s=(counts.samples - history[0].samples) / seconds,
             step_s=None if times is None else times.step_s,
             exposed_s=None if times is None else times.exposed_s,
             n_bytes=self._traffic.n_bytes,
-            waited_s=self._traffic.waited_s,
+            waited_s=waited_s,
+            late_s=self._late_s(counts),
             metrics=self._metrics,
             progress=progress,
-            remaining_s=self._remaining_s(now, progress),
+            remaining_s=self._remaining_s(counts.at, progress),
         )
+
+    def _late_s(self, counts: _Counts) -> tuple[float, ...]:
+        """For each rank, by how much less it has waited of late than the one that waited most."""
+        recent = (c for c in self._history if counts.at - c.at <= _LATE_S and c.waited_s)
+        before = next(recent, counts).waited_s
+        grown = [now - then for now, then in zip(counts.waited_s, before, strict=True)]
+        return tuple(max(grown) - own for own in grown)
 
     def _look_at_engine(self, times: _StepTimes | None) -> None:
         try:

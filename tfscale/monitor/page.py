@@ -28,6 +28,8 @@ class Numbers:
         exposed_s: Seconds of such a step in which rank 0 waited for communication.
         n_bytes: Bytes that rank 0 has given to collectives.
         waited_s: For each rank, the seconds for which it has waited for other ranks.
+        late_s: For each rank, by how much less it has waited than the one that waited most, in the
+            last five seconds. All wait for the rank that comes last, so its number is the largest.
         metrics: Loss and metrics of the last epoch that has ended.
         progress: Share of the `fit` that is done, in [0, 1].
         remaining_s: Seconds until its end, at the mean speed so far.
@@ -47,17 +49,10 @@ class Numbers:
     exposed_s: float | None = None
     n_bytes: int = 0
     waited_s: tuple[float, ...] = ()
+    late_s: tuple[float, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     progress: float | None = None
     remaining_s: float | None = None
-
-    @property
-    def late_s(self) -> tuple[float, ...]:
-        """For each rank, by how much less it has waited than the one that has waited most.
-
-        All wait for the rank that comes last, so its number is the largest.
-        """
-        return tuple(max(self.waited_s) - own for own in self.waited_s)
 
 
 # Name, type, help, and the attribute of `Numbers`.
@@ -93,7 +88,7 @@ _OF_RANKS = (
     (
         "rank_late_seconds",
         "gauge",
-        "Seconds that the rank which waited most has waited more than this one.",
+        "Seconds, of the last five, that the rank which waited most has waited more than this.",
         "late_s",
     ),
 )
