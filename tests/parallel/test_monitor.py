@@ -1,14 +1,20 @@
 """`tfscale run --metrics`, and the cases of monitor_cases.py on ranks that serve metrics."""
 
+import os
 import re
 import socket
 import threading
 import time
+from pathlib import Path
 
+import keras
 import pytest
 
+import tfscale
 from tests.helpers.cases import cases_of
+from tests.helpers.certificates import write_certificate
 from tests.helpers.launching import start_job, write_script
+from tests.helpers.status_server import status_server
 from tests.parallel import monitor_cases
 from tests.parallel.monitor_cases import late_rank, page
 from tfscale.testing import require_ok, spawn
@@ -105,3 +111,47 @@ def test_a_port_in_use_ends_the_job_before_it_trains():
         results = spawn(2, [serves_nothing], 120.0, {"TFSCALE_METRICS": address})
     text = next(result.text for result in results if result.rank == 0)
     assert re.search(rf"TFSCALE_METRICS {address}: Address already in use", text), text
+
+
+def trains_for_a_trainjob():
+    data = monitor_cases.GlobalBatches(monitor_cases.X, monitor_cases.Y, batch_size=8)
+    callbacks = [monitor_cases.Synchronize(), WaitsForPosts()]
+    monitor_cases.new_model().fit(data, epochs=4, verbose=0, callbacks=callbacks)
+
+
+class WaitsForPosts(keras.callbacks.Callback):
+    """Lets rank 0 wait in the second epoch until its thread has posted something."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        posted = Path(os.environ["POSTED"])
+        while epoch == 1 and tfscale.rank() == 0 and not posted.exists():
+            time.sleep(0.01)  # the thread posts within a turn of a second
+
+
+def test_a_trainjob_shows_progress(tmp_path):
+    (tmp_path / "token").write_text("jwt")
+    certificate = write_certificate(tmp_path, "127.0.0.1")
+    with status_server(certificate, tmp_path / "token") as server:
+        posted = tmp_path / "posted"
+        is_over = threading.Event()
+
+        def look():
+            while not server.posts and not is_over.wait(0.01):
+                pass
+            posted.touch()
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            environ = {**server.variables, "POSTED": str(posted)}
+            require_ok(spawn(2, [trains_for_a_trainjob], 120.0, environ))
+        finally:
+            is_over.set()
+            looking.join()
+        statuses = [body["trainerStatus"] for _, _, body in server.posts]
+    percent = [status["progressPercentage"] for status in statuses]
+    assert percent == sorted(percent) and percent[0] <= 50
+    assert {token for _, token, _ in server.posts} == {"Bearer jwt"}
+    assert percent[-1] == 100, "the last post, when the program ends"
+    values = {metric["name"]: metric["value"] for metric in statuses[-1]["metrics"]}
+    assert values["currentEpoch"] == values["totalEpochs"] == "4" and float(values["loss"]) > 0

@@ -1,13 +1,9 @@
 """Metrics for Prometheus, and the progress of a TrainJob: pages, tokens, servers that fail."""
 
 import http.client
-import http.server
-import json
 import logging
 import math
 import socket
-import ssl
-import threading
 import time
 from dataclasses import replace
 
@@ -15,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.certificates import write_certificate
+from tests.helpers.status_server import PREFIX, status_server
 from tfscale.config import ConfigError, parse_address
 from tfscale.launcher import cli
 from tfscale.monitor import kubeflow
@@ -42,7 +39,6 @@ NUMBERS = Numbers(
     progress=0.34,
     remaining_s=33.01,
 )
-PREFIX = "KUBEFLOW_TRAINER_STATUS_SERVER_"
 
 
 def samples_of(page):
@@ -233,21 +229,6 @@ def test_status():
     assert huge["estimatedRemainingSeconds"] == 2**31 - 1
 
 
-class Receiver(http.server.BaseHTTPRequestHandler):
-    """Keeps what is posted; answers with the status of its server."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.posts.append((self.path, self.headers["Authorization"], json.loads(body)))
-        self.send_response(self.server.answer)
-        self.send_header("Location", "/elsewhere")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     return write_certificate(tmp_path_factory.mktemp("tls"), "127.0.0.1")
@@ -255,25 +236,10 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture
 def receiver(certificate, tmp_path):
-    """A stand-in of Kubeflow's status server, and the variables that name it."""
-    server = http.server.HTTPServer(("127.0.0.1", 0), Receiver)
-    server.posts, server.answer = [], 200
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate.chain, certificate.key)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
+    """A stand-in of Kubeflow's status server."""
     (tmp_path / "token").write_text("jwt-1\n")
-    variables = {
-        "URL": f"https://127.0.0.1:{server.server_port}/trainjobs/a/status",
-        "CA_CERT": str(certificate.chain),
-        "TOKEN": str(tmp_path / "token"),
-    }
-    server.target = StatusServer.of({PREFIX + name: value for name, value in variables.items()})
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with status_server(certificate, tmp_path / "token") as server:
+        yield server
 
 
 def test_posts(receiver, tmp_path):
@@ -300,9 +266,12 @@ def test_posts_have_a_rate(receiver):
 
 
 def test_the_last_numbers_are_posted_when_the_program_ends(receiver):
-    progress = iter([*[0.1] * 2, *[1.0] * 1000])
     poster = Poster(receiver.target, every_s=1000.0)
-    exporter = Exporter(lambda: replace(NUMBERS, progress=next(progress)), poster=poster)
+
+    def read():
+        return replace(NUMBERS, progress=1.0 if receiver.posts else 0.1)
+
+    exporter = Exporter(read, poster=poster)
     while not receiver.posts:
         time.sleep(0.01)  # the exporter's thread posts within its turn
     exporter.close()
