@@ -77,22 +77,22 @@ class _StepTimes:
 
     def measure(self) -> None:
         """Measure the last steps, unless that was done a moment ago."""
-        now, windows = time.perf_counter(), list(self.windows)
-        if now < self._due_at or len(windows) < 2:
+        windows = list(self.windows)
+        if time.monotonic() < self._due_at or len(windows) < 2:
             return
         n_steps = sum(window.n_steps for window in windows)
         self.step_s = sum(window.end - window.begin for window in windows) / 1e9 / n_steps
         if self._listener is not None:
             for plan in {int(event["plan"]) for event in self._peek()} - {analysis.EAGER}:
                 self._before_of(plan)  # once; not of what measuring costs
-            now = time.perf_counter()
+            began = time.thread_time()
             rows = step_rows(windows, self._listener, self._before_of)
             exposed_s = sum(row["exposed_s"] + row["forward_wait_s"] for row in rows)
             self.exposed_s = exposed_s / n_steps
+            cost_s = time.thread_time() - began
         else:
-            self.exposed_s = None if runtime.size() > 1 else 0.0
-        ended = time.perf_counter()
-        self._due_at = ended + max(_MEASURE_S, _COST * (ended - now))
+            self.exposed_s, cost_s = (0.0 if runtime.is_single() else None), 0.0
+        self._due_at = time.monotonic() + max(_MEASURE_S, _COST * cost_s)
 
     def _peek(self) -> np.ndarray:
         assert self._listener is not None
@@ -143,7 +143,7 @@ class TrainingWatch:
         replace_step(model, "train_step", _counted(model, self._samples, self._sharers))
 
     def begin(self, params: Mapping[str, Any]) -> None:
-        """Begin a `fit` with Keras's "epochs" and "steps"; more calls change nothing."""
+        """Begin a `fit` with Keras's "epochs" and "steps" of its callbacks."""
         self._params, self._is_ended, self._first = params, False, None
 
     def begin_epoch(self, epoch: int, data: Any) -> None:
@@ -166,7 +166,7 @@ class TrainingWatch:
         self._step = int(reached)
         if self._times is None:
             self._times = _StepTimes()
-        elif self._times is not None and window is not None:
+        elif window is not None:
             self._times.windows.append(window)
 
     def note_logs(self, logs: Mapping[str, Any] | None) -> None:
