@@ -36,6 +36,7 @@ ROOMS = (
     "transparent",
     "tune",
     "launcher",
+    "ray",
     "keras",
     "testing",
 )

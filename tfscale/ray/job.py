@@ -50,6 +50,7 @@ _QUIET_S = 10.0
 # Seconds that nodes have to end their processes, and to send results after the end of a job.
 _CLEANUP_S = 10.0
 _COLLECT_S = 600.0
+_MAX_REASON = 300  # characters of Ray's text
 # Arguments of `tfscale.run` that Ray's have the place of.
 _REPLACED = {
     "np": "Use num_workers.",
@@ -411,9 +412,9 @@ class _Lost:
     def error(self, error: RankError) -> RankError:
         """The error of the job, which begins with the node."""
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        reason = " ".join(str(self.reason).split())
+        reason = " ".join(str(self.reason).split())[:_MAX_REASON]
         return RankError(
-            f"Ray node {self.node} was lost, with {ranks}: {reason}\n{error}",
+            f"Ray node {self.node} or its actor was lost, with {ranks}: {reason}\n{error}",
             rank=self.ranks[0],
             exit_code=error.exit_code,
         )
