@@ -42,8 +42,8 @@ def variables_of(folder: Path, address: Path) -> dict[str, str]:
         address: Of the Unix socket at which the caller listens.
     """
     script = folder / "agent"
-    words = [sys.executable, "-m", __name__, str(address)]
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program = shlex.join([sys.executable, "-m", __name__, str(address)])
+    script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
     script.chmod(0o700)
     # Called "rsh", it gets no options of ssh. Nodes that are this host get an agent as well.
     return {
@@ -68,29 +68,28 @@ def ask_places(address: str, is_stopped: Callable[[], bool]) -> Places:
     return tuple((name, n) for name, n in places)
 
 
-def words_under(parent: int, words: list[str]) -> list[str]:
+def command_under(parent: int, command: list[str]) -> list[str]:
     """The command line of a program that dies with the process (and thread) that starts it.
 
     `preexec_fn` would run Python between fork and exec, which is not safe beside Ray's threads.
     """
-    return [sys.executable, "-m", __name__, _EXEC, str(parent), *words]
+    return [sys.executable, "-m", __name__, _EXEC, str(parent), *command]
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Start a command on a node and return its exit status."""
-    if words[0] == _EXEC:
+    first, second, *command = arguments
+    if first == _EXEC:
         mpi_command.set_death_signal(signal.SIGKILL)
-        if os.getppid() == int(words[1]):
+        if os.getppid() == int(second):
             with contextlib.suppress(OSError):
-                os.execvp(words[2], words[2:])
-            sys.stderr.write(f"tfscale: cannot start {words[2]} on host {socket.gethostname()}.\n")
+                os.execvp(command[0], command)
+            sys.stderr.write(f"tfscale: cannot start {command[0]} on {socket.gethostname()}.\n")
         return _NOT_STARTED
-    address, node, *command = words
     launcher = os.getppid()
-    with contextlib.suppress(EOFError, OSError), Client(address, _KIND) as connection:
+    with contextlib.suppress(EOFError, OSError), Client(first, _KIND) as connection:
         # As rsh, the agent gets words that a shell is to join and read.
-        command = shlex.split(" ".join(command))
-        connection.send((START, node, command))
+        connection.send((START, second, shlex.split(" ".join(command))))
         return _follow(connection, launcher)
     return 1  # the caller has ended
 

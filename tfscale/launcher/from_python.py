@@ -179,7 +179,7 @@ def call_on_ranks(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     nodes: Nodes | None = None,
 ) -> list[Any]:
     """Call a function on ranks as `run` does; see there.
@@ -188,7 +188,7 @@ def call_on_ranks(
         func: The function.
         args: Its arguments by position.
         kwargs: Its arguments by name.
-        given: Other arguments of `run` by name; those that are missing have their defaults.
+        arguments: Other arguments of `run` by name; those that are missing have their defaults.
         nodes: Where ranks start, instead of hosts that share the working folder.
     """
     _require_no_rank()
@@ -196,8 +196,8 @@ def call_on_ranks(
     options = {p.name: p.default for p in known if p.default is not p.empty}
     for name in ("args", "kwargs"):
         del options[name]
-    horovod = _read_horovod({n: v for n, v in given.items() if n not in options})
-    options |= {**{n: v for n, v in given.items() if n in options}, **horovod}
+    horovod = _read_horovod({n: v for n, v in arguments.items() if n not in options})
+    options |= {**{n: v for n, v in arguments.items() if n in options}, **horovod}
     require(callable(func), "func", "a function", func)
     if options["distribute"]:
         _check_choices(options["exchange"], options["batch_norm"], options["verify"])
@@ -404,9 +404,9 @@ def _run_job(folder: Path) -> dict[str, Any]:
     # Imported here: the caller of `run` needs no other commands.
     from tfscale.launcher import cli
 
-    options, given = cli.parse(["run"]), read_json(folder / _OPTIONS)
-    address = given.pop("places_from", None)
-    vars(options).update(given)
+    options = cli.parse(["run"])
+    vars(options).update({"places_from": None, **read_json(folder / _OPTIONS)})
+    address = options.places_from
     try:
         ask = functools.partial(agent.ask_places, address) if address else None
         job = cli.prepare_job(options, ask)

@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from tfscale.comm.process import discover
 from tfscale.config import ConfigError, check_integer, environment, require
 from tfscale.ray import job
+from tfscale.ray.placement import Placement
 
 _ELASTIC = "Jobs restart instead of changing their size: reset_limit=3 replaces lost nodes."
 _INTERFACE = "Name it by a variable of MPI, in extra_env_vars: see docs/operations.md."
@@ -19,7 +20,7 @@ _INTERFACE = "Name it by a variable of MPI, in extra_env_vars: see docs/operatio
 
 @dataclass(frozen=True)
 class Settings:
-    """What `RayExecutor.create_settings` returns.
+    """Settings of a `RayExecutor`.
 
     Attributes:
         placement_group_timeout_s: Seconds to wait for the cluster's resources.
@@ -102,7 +103,7 @@ class RayExecutor:
         self._restarts = check_integer("reset_limit", reset_limit or 0, 0)
         self._timeout_s = getattr(settings, "placement_group_timeout_s", 100)
         self._uses_current = use_current_placement_group
-        self._placement: job.Placement | None = None
+        self._placement: Placement | None = None
         self._make: Callable[[], Any] = _nothing
         self._env: dict[str, str] = {}
 
@@ -117,7 +118,7 @@ class RayExecutor:
         """The settings of an executor.
 
         Args:
-            timeout_s: Not needed: `TFSCALE_START_S` limits the start of ranks.
+            timeout_s: Not needed: see docs/settings.md for the limit of the start.
             ssh_identity_file: Not needed: Ray reaches the nodes.
             ssh_str: Not needed.
             placement_group_timeout_s: Seconds to wait for the cluster's resources.
@@ -159,7 +160,7 @@ class RayExecutor:
         self._env = dict(extra_env_vars or {})
         current = get_current_placement_group() if self._uses_current else None
         strategy = "STRICT_SPREAD" if self._has_hosts else "PACK"
-        self._placement = job.Placement.of(
+        self._placement = Placement.of(
             current, {"CPU": self._cpus}, self._size, self._per_host, strategy, self._timeout_s
         )
         try:

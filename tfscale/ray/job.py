@@ -40,13 +40,12 @@ from tfscale.config import (
 )
 from tfscale.launcher import agent, call, mpi_command
 from tfscale.launcher.from_python import call_on_ranks
+from tfscale.ray.placement import Placement, name_of, say
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _TIMEOUT_S = 100.0
-# Seconds between looks: of the caller at a placement group, and of an actor at its process.
+# Seconds between looks: of the caller at nodes that are lost, and of an actor at its process.
 _LOOK_S, _READ_S = 1.0, 0.5
-# Seconds of waiting for nodes until a line says so.
-_QUIET_S = 10.0
 # Seconds that nodes have to end their processes, and to send results after the end of a job.
 _CLEANUP_S = 10.0
 _COLLECT_S = 600.0
@@ -136,13 +135,13 @@ def run(
     connect()
     args = [_value_of(value) for value in args]
     kwargs = {name: _value_of(value) for name, value in (kwargs or {}).items()}
-    given = {"np": size, "restarts": check_integer("max_restarts", max_restarts, 0), **options}
+    arguments = {"np": size, "restarts": check_integer("max_restarts", max_restarts, 0), **options}
     n_each = check_integer("workers_per_bundle", workers_per_bundle, 1)
     with Placement.of(placement_group, each, size, n_each, strategy, timeout_s) as placement:
         variables = _thread_variables(cpus_per_worker, options.get("env") or {})
         nodes = _Nodes(placement, variables, programs)
         try:
-            return call_on_ranks(fn, args, kwargs, given, nodes)
+            return call_on_ranks(fn, args, kwargs, arguments, nodes)
         except RankError as error:
             # An error of communication on another rank follows from the loss.
             is_cause = error.__cause__ and not isinstance(error.__cause__, ExchangeError)
@@ -192,141 +191,6 @@ def _thread_variables(cpus: float, env: Mapping[str, str]) -> dict[str, str]:
     return {name: str(value) for name, value in wanted.items() if name not in present}
 
 
-# What Ray reserves.
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A placement group, and the ranks that its bundles hold.
-
-    Attributes:
-        group: Placement group of Ray.
-        ranks: Number of ranks of each bundle that holds any, in the order of ranks.
-        each: Resources of a rank.
-        timeout_s: Limit of waiting for the group, in seconds.
-        is_ours: Whether the group is removed at the end.
-    """
-
-    group: PlacementGroup
-    ranks: Mapping[int, int]
-    each: Mapping[str, float]
-    timeout_s: float
-    is_ours: bool
-
-    @staticmethod
-    def of(
-        group: PlacementGroup | None,
-        each: Mapping[str, float],
-        size: int,
-        per_bundle: int,
-        strategy: str,
-        timeout_s: float,
-    ) -> Placement:
-        """The places for ranks in a new placement group, or in the given one."""
-        if group is None:
-            counts = [min(per_bundle, size - i) for i in range(0, size, per_bundle)]
-            bundles = [{name: n * amount for name, amount in each.items()} for n in counts]
-            group = ray.util.placement_group(bundles, strategy=strategy)
-            return Placement(group, dict(enumerate(counts)), each, timeout_s, True)
-        specs, ranks, n_left = group.bundle_specs, {}, size
-        for index in [*range(1, len(specs)), 0]:
-            fits = min(
-                specs[index].get(name, 0) / amount for name, amount in each.items() if amount
-            )
-            room = int(fits + 1e-6)  # 0.3 / 0.1 is less than 3
-            if taken := min(room, n_left):
-                ranks[index] = taken
-                n_left -= taken
-        if n_left:
-            raise ConfigError(
-                f"placement_group must have room for num_workers. Received: {size} ranks with "
-                f"{_describe(each)} each, {n_left} too many for bundles {specs}. Use fewer ranks, "
-                "or a larger group."
-            )
-        return Placement(group, ranks, each, timeout_s, False)
-
-    def __enter__(self) -> Placement:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Free the resources of a group that was made for the ranks."""
-        if self.is_ours:
-            ray.util.remove_placement_group(self.group)
-
-    def wait(self, deadline: float | None = None) -> None:
-        """Wait until Ray has reserved all resources.
-
-        Raises:
-            ConfigError: There was no room until `deadline` (`time.monotonic`), by default that of
-                `timeout_s` from now on.
-        """
-        started, has_said = time.monotonic(), False
-        deadline = started + self.timeout_s if deadline is None else deadline
-        while not self.group.wait(_LOOK_S):
-            now = time.monotonic()
-            if now >= deadline:
-                raise self.too_few()
-            if not has_said and now - started >= _QUIET_S:
-                has_said = True
-                _say(f"tfscale: waiting for {self.wanted()}; {_describe_cluster()}.\n")
-
-    def wanted(self) -> str:
-        """The ranks and their resources, for messages."""
-        return f"{sum(self.ranks.values())} ranks with {_describe(self.each)} each"
-
-    def too_few(self) -> ConfigError:
-        """The error for a cluster without room for the ranks."""
-        strategy = ray.util.placement_group_table(self.group).get("strategy", "")
-        return ConfigError(
-            f"num_workers must fit into the cluster. Received: {self.wanted()} ({strategy}), not "
-            f"placed in {self.timeout_s:g} s; {_describe_cluster()}. Start nodes, use fewer or "
-            "smaller ranks, or wait longer (timeout_s=)."
-        )
-
-    def bundles_by_node(self) -> dict[str, list[int]]:
-        """The bundles with ranks on each node, by the node's id."""
-        node_of = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
-        found: dict[str, list[int]] = {}
-        for index in self.ranks:
-            found.setdefault(node_of[index], []).append(index)
-        return found
-
-
-def _describe(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
-
-
-def _describe_cluster() -> str:
-    """The nodes of the cluster with their resources, and what is free, for messages."""
-
-    def countable(resources: Mapping[str, float]) -> dict[str, float]:
-        hidden = ("node:", "memory", "object_store_memory", "bundle_group")
-        shown = {n: v for n, v in resources.items() if not n.startswith(hidden)}
-        return {n: v for n, v in shown.items() if "_group_" not in n}
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    each = "; ".join(
-        f"{_name_of(node)} has {_describe(countable(node['Resources'])) or 'nothing'}"
-        for node in nodes
-    )
-    free = _describe(countable(ray.available_resources())) or "nothing"
-    return f"of {len(nodes)} nodes, {each}; free are in all {free}"
-
-
-def _name_of(node: Mapping[str, Any]) -> str:
-    """A name of a node, distinct also where nodes share a host: its address and part of its id."""
-    return f"{node['NodeManagerAddress'].replace(':', '.')}-{node['NodeID'][:6]}"
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-
 # On a node.
 
 
@@ -348,14 +212,14 @@ class _Node:
         lacks = [program for program in programs if not shutil.which(program)]
         return ray.get_runtime_context().get_node_id(), lacks
 
-    def start(self, words: list[str]) -> None:
+    def start(self, command: list[str]) -> None:
         """Start MPI's process, which starts the ranks of this node."""
-        threading.Thread(target=self._run, args=(words,), daemon=True).start()
+        threading.Thread(target=self._run, args=(command,), daemon=True).start()
 
-    def _run(self, words: list[str]) -> None:
+    def _run(self, command: list[str]) -> None:
         # The process dies with this thread: it must be the one that waits.
         self._process = subprocess.Popen(
-            agent.words_under(os.getpid(), words),
+            agent.command_under(os.getpid(), command),
             env={**environment(), **self._variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -379,10 +243,10 @@ class _Node:
     def read(self) -> list[tuple[int, bytes | int]]:
         """Output since the last call, as (1 or 2, bytes); after the end (0, exit status)."""
         with contextlib.suppress(queue.Empty):
-            found = [self._output.get(timeout=_READ_S)]
+            output = [self._output.get(timeout=_READ_S)]
             while not self._output.empty():
-                found.append(self._output.get_nowait())
-            return found
+                output.append(self._output.get_nowait())
+            return output
         return []
 
     def end(self) -> dict[str, bytes]:
@@ -393,9 +257,9 @@ class _Node:
         # Not by the id of the job, which mpiexec and nodes of the same host have as well.
         mpi_command.end_processes(str(self._folder), variable=call.FOLDER_VARIABLE)
         paths = [path for path in self._folder.glob("*") if path.name != call.FILE]
-        found = {path.name: path.read_bytes() for path in paths}
+        files = {path.name: path.read_bytes() for path in paths}
         shutil.rmtree(self._folder, ignore_errors=True)
-        return found
+        return files
 
 
 # In the caller.
@@ -475,7 +339,7 @@ class _Nodes:
             self._kill_actors()
             self._placement.wait(deadline)
             bundles = self._placement.bundles_by_node()
-            names = {node["NodeID"]: _name_of(node) for node in ray.nodes() if node["Alive"]}
+            names = {node["NodeID"]: name_of(node) for node in ray.nodes() if node["Alive"]}
             if bundles.keys() <= names.keys() and self._start_actors(bundles, names, deadline):
                 break
             # Ray has not noticed a node's loss yet, or has moved bundles just now.
@@ -505,25 +369,24 @@ class _Nodes:
             self._actors[names[node]] = make.remote(self._payload, os.getcwd())
         asked = [actor.look.remote(self._programs) for actor in self._actors.values()]
         try:
-            found = ray.get(asked, timeout=max(1.0, deadline - time.monotonic()))
+            answers = ray.get(asked, timeout=max(1.0, deadline - time.monotonic()))
         except GetTimeoutError:
             return False
         except RayError as error:
             if self.lost is not None:  # the loss of a node that Ray has not noticed yet
                 return False
             raise ConfigError(
-                "Nodes must be able to import tfscale. Received: an actor that cannot start: "
-                f"{error}. Install the same packages on all nodes, or use Ray's runtime_env."
+                "tfscale.ray.run needs tfscale on all nodes. Received: an actor that cannot start: "
+                f"{error}. Install the same packages there, or use Ray's runtime_env."
             ) from error
-        faults = {n: lacks for n, (_, lacks) in zip(self._actors, found, strict=True) if lacks}
+        faults = {n: lacks for n, (_, lacks) in zip(self._actors, answers, strict=True) if lacks}
         if faults:
             text = "; ".join(f"node {n} lacks {', '.join(lacks)}" for n, lacks in faults.items())
             raise ConfigError(
-                "Nodes must have the caller's programs under the same paths. Received: "
-                f"{text}. "
-                "Install the same environment on all nodes, or use Ray's runtime_env."
+                "tfscale.ray.run needs the caller's programs on all nodes, under the same paths. "
+                f"Received: {text}. Install the same environment there."
             )
-        return [node for node, _ in found] == [*bundles]
+        return [node for node, _ in answers] == [*bundles]
 
     def _kill_actors(self) -> None:
         endings = [actor.end.remote() for actor in self._actors.values()]
@@ -564,15 +427,15 @@ class _Nodes:
             try:
                 places = self._place()
             except ConfigError as error:
-                _say(f"tfscale: {error}\n")
+                say(f"tfscale: {error}\n")
                 places = ()
             connection.send(places)
 
-    def _run_on_node(self, connection: Connection, name: str, words: list[str]) -> None:
+    def _run_on_node(self, connection: Connection, name: str, command: list[str]) -> None:
         """Run MPI's process on a node for an agent, until it ends or the agent does."""
         actor = self._actors[name]
         try:
-            ray.get(actor.start.remote(_with_address(words)))
+            ray.get(actor.start.remote(_with_address(command)))
             code = None
             try:
                 while code is None:
@@ -592,13 +455,10 @@ class _Nodes:
             connection.send((agent.LOST,))
 
 
-def _with_address(words: list[str]) -> list[str]:
-    """The command of MPI's process, with the address of this node for its host name.
-
-    Other nodes may not know the name.
-    """
-    address, words = ray.util.get_node_ip_address(), [*words]
-    if "--control-port" in words:
-        index = words.index("--control-port") + 1
-        words[index] = f"{address}:{words[index].rpartition(':')[2]}"
-    return words
+def _with_address(command: list[str]) -> list[str]:
+    """The command of MPI's process with this node's address, as others may not know its name."""
+    if "--control-port" not in command:
+        return command
+    index = command.index("--control-port") + 1
+    port = command[index].rpartition(":")[2]
+    return [*command[:index], f"{ray.util.get_node_ip_address()}:{port}", *command[index + 1 :]]
