@@ -19,6 +19,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 import numpy as np  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.placement_group import placement_group_table  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 import tfscale  # noqa: E402
 from tests.helpers.killed_job import is_alive  # noqa: E402
@@ -251,6 +252,18 @@ def test_the_placement_group_of_the_caller(nodes):
     with pytest.raises(tfscale.ConfigError, match="4 ranks with CPU 1 each, 1 too many"):
         tfscale.ray.run(rank, placement_group=group)
     assert group.wait(10)  # it remains
+
+    @ray.remote(num_cpus=1)
+    def call_in_group():
+        executor = RayExecutor(None, num_workers=2)  # one more CPU is free outside of the group
+        executor.start()
+        ranks = executor.run(rank)
+        executor.shutdown()
+        return ranks
+
+    where = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    assert ray.get(call_in_group.options(scheduling_strategy=where).remote()) == [0, 1]
+    assert group.wait(10)
     ray.util.remove_placement_group(group)
 
 

@@ -34,7 +34,7 @@ _LOOK_S = 0.1
 _NOT_STARTED = 127
 
 
-def variables_of(folder: Path, address: Path) -> dict[str, str]:
+def variables_of(folder: Path, address: str) -> dict[str, str]:
     """The variables by which MPICH's mpiexec starts its processes by this module.
 
     Args:
@@ -42,7 +42,7 @@ def variables_of(folder: Path, address: Path) -> dict[str, str]:
         address: Of the Unix socket at which the caller listens.
     """
     script = folder / "agent"
-    program = shlex.join([sys.executable, "-m", __name__, str(address)])
+    program = shlex.join([sys.executable, "-m", __name__, address])
     script.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
     script.chmod(0o700)
     # Called "rsh", it gets no options of ssh. Nodes that are this host get an agent as well.

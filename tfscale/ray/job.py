@@ -307,27 +307,30 @@ class _Nodes:
         """Start processes on nodes for the agents of a job; see `from_python.Nodes`."""
         self._folder = folder
         self._payload = ray.put((folder / call.FILE).read_bytes())
-        address = folder / "nodes"
         try:
             places = self._place()
-            with Listener(str(address), "AF_UNIX", backlog=128) as listener:
+            with (
+                # The path of a socket has 107 characters at most: not in TMPDIR.
+                tempfile.TemporaryDirectory(prefix="tfscale-", dir="/tmp") as short,
+                Listener(address := f"{short}/nodes", "AF_UNIX", backlog=128) as listener,
+            ):
                 accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
                 accepting.start()
                 try:
                     yield {
                         "hosts": listed(places),
                         "env": {**self._variables, **self._ray_variables(folder, address)},
-                        "places_from": str(address),
+                        "places_from": address,
                     }
                 finally:
-                    with Client(str(address), "AF_UNIX") as connection:
+                    with Client(address, "AF_UNIX") as connection:
                         connection.send((agent.END,))
                     accepting.join()
                     self._join()
         finally:
             self._kill_actors()
 
-    def _ray_variables(self, folder: Path, address: Path) -> dict[str, str]:
+    def _ray_variables(self, folder: Path, address: str) -> dict[str, str]:
         # With it, `ray.init()` in a rank joins this cluster.
         cluster = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
         return {**cluster, **agent.variables_of(folder, address)}
