@@ -396,7 +396,9 @@ def main(folder: Path, caller: int) -> None:
             write_atomically(folder / _END, json.dumps(_run_job(folder)))
     finally:
         if os.getppid() != caller:
-            shutil.rmtree(folder, ignore_errors=True)
+            address = (read_json(folder / _OPTIONS) or {}).get("places_from")
+            for left in (folder, *([Path(address).parent] if address else [])):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _run_job(folder: Path) -> dict[str, Any]:
