@@ -37,6 +37,7 @@ ROOMS = (
     "transparent",
     "tune",
     "launcher",
+    "ray",
     "keras",
     "testing",
 )

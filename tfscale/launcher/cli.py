@@ -25,7 +25,7 @@ from tfscale.launcher.demo import add_demo
 from tfscale.launcher.doctor import examine
 from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
-from tfscale.launcher.restarting import Job, RestartRule
+from tfscale.launcher.restarting import AskPlaces, Job, RestartRule
 from tfscale.monitor.exporter import listen
 from tfscale.native import cache as library
 from tfscale.native import mpi_library
@@ -218,8 +218,10 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if options.dry_run else job.run()
 
 
-def prepare_job(options: argparse.Namespace) -> Job:
+def prepare_job(options: argparse.Namespace, ask_places: AskPlaces | None = None) -> Job:
     """Return the job that options of `tfscale run` ask for, ready to start; or only print it.
+
+    `ask_places` returns the places of a restart, where hosts are not those of the options.
 
     Raises:
         ConfigError: Options do not fit, or a host cannot start ranks.
@@ -230,7 +232,7 @@ def prepare_job(options: argparse.Namespace) -> Job:
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
     mpi = mpi_command.choose_mpi(options.mpiexec, options.slurm)
-    job = Job(spec, mpi, rule, environ, options.verbose, closes=not options.quiet)
+    job = Job(spec, mpi, rule, environ, options.verbose, not options.quiet, ask_places)
     command = _show(job, spec)
     if options.dry_run:
         print(command)
