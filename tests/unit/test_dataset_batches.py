@@ -10,7 +10,13 @@ from tests.unit.callback_models import single_job  # noqa: F401
 from tfscale.callbacks import AdaptiveBatchSize, BatchSizeSchedule
 from tfscale.config import ConfigError
 from tfscale.data.dataset_batches import DatasetBatches
-from tfscale.internals.datasets import INFINITE, UNKNOWN, batch_rows_of, rows_of
+from tfscale.internals.datasets import (
+    INFINITE,
+    UNKNOWN,
+    batch_rows_of,
+    rows_of,
+    with_rows_of_one_shape,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:`shuffle=True`")
 TEN = tf.data.Dataset.range(10)
@@ -74,6 +80,21 @@ def test_what_cannot_be_put_into_other_batches_is_named(dataset, why):
 )
 def test_rows_of_any_kind_can_be_put_into_other_batches(dataset):
     assert DatasetBatches(dataset).batch_size == 4
+
+
+def test_rows_of_other_shapes_are_refused_when_they_come():
+    """A generator's specification leaves them open."""
+
+    def of_lengths(*lengths):
+        spec = (tf.TensorSpec((None, None)), tf.TensorSpec((None, 1)))
+        batches = [(np.ones((2, n), "float32"), np.ones((2, 1), "float32")) for n in lengths]
+        data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+        return with_rows_of_one_shape(data)
+
+    assert [x.shape[1] for x, _ in of_lengths(3, 3, 3)] == [3, 3, 3]
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"one shape.*\[4\].*after.*\[3\]"):
+        list(of_lengths(3, 4))
+    assert with_rows_of_one_shape(TEN) is TEN
 
 
 def test_a_batch_size_that_steps_do_not_tell_can_be_given():

@@ -19,6 +19,7 @@ from tfscale.internals.datasets import (
     has_full_batches,
     rows_of,
     why_not_rebatched,
+    with_rows_of_one_shape,
 )
 from tfscale.internals.keras import dataset_in, serve_dataset
 
@@ -166,7 +167,7 @@ class DatasetBatches:
             ConfigError: An epoch has no end, or the dataset ends before the last one.
         """
         self._end()
-        self._epochs, self._source = epochs, dataset_in(epochs)
+        self._epochs, self._source = epochs, with_rows_of_one_shape(dataset_in(epochs))
         self.batch_size = sizes[0]
         n_steps, n_batches = epochs.steps_per_epoch, int(self.dataset.cardinality())
         if n_steps is not None and n_steps != n_batches:

@@ -152,20 +152,20 @@ class StepCount:
 
 
 class _DerivedCount(StepCount):
-    """What an operator makes of a count and an int, whenever it is read."""
+    """The result of an operator for a count and an int; computed whenever it is read."""
 
-    __slots__ = ("_count", "_operator", "_other")
+    __slots__ = ("_operator", "_operand", "_other")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, function: Any, count: StepCount, other: int):
-        self._operator, self._count, self._other = function, count, other
+        self._operator, self._operand, self._other = function, count, other
 
     @property
     def value(self) -> int:  # type: ignore[override]
-        return self._operator(self._count.value, self._other)
+        return self._operator(self._operand.value, self._other)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy has no value of its own to set
-        return _DerivedCount, (self._operator, self._count, self._other)
+        return _DerivedCount, (self._operator, self._operand, self._other)
 
 
 def _derived(function: Any, count: StepCount, other: Any) -> Any:

@@ -227,6 +227,32 @@ def why_not_rebatched(dataset: tf.data.Dataset) -> str:
     return ""
 
 
+def with_rows_of_one_shape(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The dataset, whose iterator refuses batches with rows of another shape than in the first.
+
+    Where its specification tells the shapes of rows, it is the dataset itself.
+    """
+    leaves = tf.nest.flatten(dataset.element_spec)
+    is_open = [isinstance(s, tf.TensorSpec) and None in (s.shape or [0, None])[1:] for s in leaves]
+    if not any(is_open):
+        return dataset
+
+    def compare(first: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
+        tensors = tf.nest.flatten(batch)
+        shapes = [tf.shape(t)[1:] for t, is_one in zip(tensors, is_open, strict=True) if is_one]
+        text = tf.strings.join([tf.strings.format("{}", shape) for shape in shapes], " and ")
+        told = [
+            "rows of all batches must have one shape, to be put into larger batches. Received:",
+            *(text, "after", first),
+            "Use padded_batch with fixed padded_shapes, or ragged_batch() for rows of any length.",
+        ]
+        is_same = tf.equal(first, "") | tf.equal(first, text)
+        with tf.control_dependencies([tf.debugging.Assert(is_same, told)]):
+            return tf.identity(text), batch
+
+    return dataset.scan("", compare)
+
+
 def _specs_of(dataset: tf.data.Dataset, kind: Any = tf.TypeSpec) -> list[Any]:
     specs = tf.nest.flatten(dataset.element_spec)
     return [spec for spec in specs if hasattr(spec, "shape") and isinstance(spec, kind)]
