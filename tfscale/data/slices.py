@@ -154,7 +154,7 @@ class StepCount:
 class _DerivedCount(StepCount):
     """The result of an operator for a count and an int; computed whenever it is read."""
 
-    __slots__ = ("_operator", "_operand", "_other")
+    __slots__ = ("_operand", "_operator", "_other")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, function: Any, count: StepCount, other: int):
