@@ -118,7 +118,7 @@ def _read_command(command: Sequence[str], needs_python: bool) -> tuple[str, ...]
 # Python's option that hash() of texts depends on; it is read before a program starts.
 _HASH_SEED = "PYTHONHASHSEED"
 # Options of `tfscale.transparent`, passed on from --distribute.
-_PASSED = ("exchange", "batch_norm", "seed", "all_output", "verify")
+_PASSED = ("exchange", "batch_norm", "seed", "all_output", "verify", "decode")
 
 
 def _require_distribute(options: argparse.Namespace) -> None:
