@@ -129,9 +129,11 @@ class RowPipelines:
         except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
             self._tell(f"its steps cannot be read ({type(error).__name__}: {error})")
         by_rank = objects.allgather_object(fingerprint, name="maps of a dataset")
-        # Of maps with other constants the whole batches differ, which is an error that tells why.
-        is_common = fingerprint is not None and all(each == fingerprint for each in by_rank)
-        return served if is_common else dataset
+        if fingerprint is None or by_rank.count(fingerprint) == len(by_rank):
+            return dataset if fingerprint is None else served
+        # If the batches differ, too, their comparison tells why.
+        self._tell("names of files, or constants or tables of its maps, differ between ranks")
+        return dataset
 
     def _tell(self, reason: str) -> None:
         if runtime.rank() > 0 or reason in self._told:

@@ -49,7 +49,7 @@ _CHOOSING = (
 # Stateful for TensorFlow, although a call changes nothing and depends on its arguments: a lookup in
 # a table, a check, and calls of functions, whose own ops are looked at.
 _HARMLESS = (
-    *("LookupTableFindV2", "LookupTableSizeV2", "Assert"),
+    *("LookupTableFindV2", "LookupTableSizeV2", "Assert", "CheckNumerics", "CheckNumericsV2"),
     *("StatefulPartitionedCall", "If", "Case", "While"),
 )
 _MAP_OP = re.compile(r"(?:Parallel)?MapDataset")
@@ -271,15 +271,23 @@ class RowMaps:
         return cls(tuple(after), batch, elements)
 
     def fingerprint(self) -> int:
-        """Return a number that differs for maps with other ops, or other constants in them."""
-        found = [zlib.crc32(repr(self.elements.source.element_spec).encode())]
+        """Return a number that differs if elements or maps may differ, although steps are alike.
+
+        It covers texts in memory, such as names of files; and ops of maps, their constants, and the
+        tables in which they look up.
+        """
+        found = [zlib.crc32(repr(self.batch.element_spec).encode())]
+        for step in _all_steps(self.batch):
+            found += [_digest_of_values(t) for t in getattr(step, "_tensors", ()) if _is_text(t)]
         for function in self.elements.maps:
             graph = function.function.graph.as_graph_def()
-            found.append(_digest_of(graph.node))
-            found += sorted(_digest_of(each.node_def) for each in graph.library.function)
+            bodies = [graph.node, *(each.node_def for each in graph.library.function)]
+            found += sorted(map(_digest_of_ops, bodies))
             for captured in function.function.captured_inputs:
-                if captured.dtype not in (tf.resource, tf.variant):
-                    found.append(zlib.crc32(captured.numpy().tobytes()))
+                if captured.dtype == tf.resource:
+                    found += [_digest_of_table(captured, *types) for types in _table_types(bodies)]
+                elif captured.dtype != tf.variant:
+                    found.append(_digest_of_values(captured))
         return zlib.crc32(repr(found).encode())
 
     def on_chosen_rows(
@@ -329,13 +337,44 @@ class RowMaps:
         return batches.with_options(self.batch.options())
 
 
-def _digest_of(nodes: Any) -> int:
+def _digest_of_ops(nodes: Any) -> int:
     """Return a digest of the ops of a function and of its constants, but of no names."""
     digest = 0
     for node in nodes:
         constant = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
         digest = zlib.crc32(node.op.encode() + constant, digest)
     return digest
+
+
+def _is_text(tensor: Any) -> bool:
+    return isinstance(tensor, tf.Tensor) and tensor.dtype == tf.string
+
+
+def _fingerprints(values: tf.Tensor) -> tf.Tensor:
+    """Return an int64 for each row of a tensor."""
+    rows = tf.reshape(values, [tf.shape(values)[0] if values.shape.rank else 1, -1])
+    return tf.bitcast(tf.fingerprint(rows), tf.int64)
+
+
+def _digest_of_values(tensor: tf.Tensor) -> int:
+    return zlib.crc32(_fingerprints(tensor).numpy().tobytes())
+
+
+def _table_types(bodies: Any) -> set[tuple[int, int]]:
+    """Return the types of keys and values of the tables in which functions look up."""
+    lookups = (node for nodes in bodies for node in nodes if node.op == "LookupTableFindV2")
+    return {(node.attr["Tin"].type, node.attr["Tout"].type) for node in lookups}
+
+
+def _digest_of_table(handle: tf.Tensor, key_type: int, value_type: int) -> int:
+    """Return a digest of a table's pairs in any order; 0 if its types are others."""
+    try:
+        keys, values = tf.raw_ops.LookupTableExportV2(
+            table_handle=handle, Tkeys=tf.as_dtype(key_type), Tvalues=tf.as_dtype(value_type)
+        )
+    except tf.errors.InvalidArgumentError:
+        return 0
+    return int(tf.reduce_sum(_fingerprints(keys) * (2 * _fingerprints(values) + 1)))
 
 
 def _require_plain(batch: tf.data.Dataset, elements: _Elements) -> None:
