@@ -98,6 +98,14 @@ MOVED = {
     "branches, checks, tables": lambda: rows().map(checked).batch(4),
     "unknown length": lambda: rows().take(9).filter(lambda x: x[0] > 3).map(decode).batch(4),
     "options": lambda: rows().map(decode).with_options(tf.data.Options()).batch(4),
+    "cardinality": lambda: (
+        rows()
+        .filter(lambda x: x[0] < 9)
+        .map(decode)
+        .apply(tf.data.experimental.assert_cardinality(5))
+        .batch(4)
+        .apply(tf.data.experimental.assert_cardinality(2))
+    ),
     "weights of classes": lambda: TFDatasetAdapter(
         rows().map(lambda x: (x, tf.cast(x[0] > 9, tf.int32))).batch(4), {0: 0.5, 1: 2.0}
     ).get_tf_dataset(),
@@ -133,7 +141,7 @@ REFUSED = {
     ),
     "map (pair) follows batch": lambda: rows().map(decode).batch(4).map(pair),
     "rebatch follows batch": lambda: rows().map(decode).batch(4).rebatch(2),
-    "map (decode) follows batch": lambda: rows().map(decode),
+    "map (decode) is followed by no batch": lambda: rows().map(decode),
     "dense": lambda: rows().map(lambda x: tf.sparse.from_dense(x)).batch(4),
 }
 

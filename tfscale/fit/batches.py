@@ -97,6 +97,9 @@ class RowPipelines:
     """Datasets of batches of which each rank maps its own rows, where their steps allow."""
 
     def __init__(self) -> None:
+        # Those of rows, None if whole batches are needed, and their fingerprints.
+        self._known: weakref.WeakKeyDictionary[Any, tuple[tf.data.Dataset | None, int]]
+        self._known = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
         self._is_off = False
 
@@ -119,21 +122,28 @@ class RowPipelines:
         dataset = get(adapter)
         if self._is_off or not isinstance(dataset, tf.data.Dataset):
             return dataset
-        maps = fingerprint = None
+        if dataset not in self._known:
+            self._known[dataset] = self._on_own_rows(dataset)
+        served, fingerprint = self._known[dataset]
+        by_rank = objects.allgather_object(fingerprint, name="maps of a dataset")
+        if by_rank.count(fingerprint) == len(by_rank):
+            return dataset if served is None else served
+        # If the batches differ, too, their comparison tells why.
+        self._tell("names of files, or constants or tables of its maps, differ between ranks")
+        return dataset
+
+    def _on_own_rows(self, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset | None, int]:
+        """Return a dataset of this rank's rows, None if there is none, and its fingerprint."""
         try:
             maps = RowMaps.of(dataset)
-            served = None if maps is None else maps.on_chosen_rows(_own_rows, _n_rows, _joined)
-            fingerprint = None if maps is None else maps.fingerprint()
+            if maps is not None:
+                served = maps.on_chosen_rows(_own_rows, _n_rows, _joined)
+                return served, maps.fingerprint()
         except UnmovedError as error:
             self._tell(str(error))
         except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
             self._tell(f"its steps cannot be read ({type(error).__name__}: {error})")
-        by_rank = objects.allgather_object(fingerprint, name="maps of a dataset")
-        if fingerprint is None or by_rank.count(fingerprint) == len(by_rank):
-            return dataset if fingerprint is None else served
-        # If the batches differ, too, their comparison tells why.
-        self._tell("names of files, or constants or tables of its maps, differ between ranks")
-        return dataset
+        return None, 0
 
     def _tell(self, reason: str) -> None:
         if runtime.rank() > 0 or reason in self._told:

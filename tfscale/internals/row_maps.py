@@ -261,7 +261,9 @@ class RowMaps:
             after.append(batch)
             batch = inputs_of(batch)[0]
         if kind_of(batch) not in _BATCHES:
-            raise UnmovedError(f"{name_of(batch)} follows batch, or makes batches itself")
+            has_batch = any(kind_of(step) in _BATCHES for step in _all_steps(batch))
+            why = "follows batch" if has_batch else "is followed by no batch"
+            raise UnmovedError(f"{name_of(batch)} {why}")
         elements = _elements_of(inputs_of(batch)[0])
         if not elements.maps and mapping:
             raise UnmovedError(f"{mapping[0]} has maps inside, or after batch")
