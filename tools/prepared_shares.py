@@ -81,6 +81,7 @@ def train(pictures: str, out: str, n_epochs: str) -> None:
 
 
 def main() -> None:
+    """Run both ways by turns, and print each and their ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=2000)
     parser.add_argument("--side", type=int, default=1024, help="of a picture, in pixels")

@@ -1,9 +1,9 @@
 """Shares of global batches: the rows that this rank computes within a traced or eager step.
 
 With `tfscale.distribute`, and where batches of a dataset grow, every rank reads whole global
-batches, as one process would, and its step cuts out the rank's own rows. What averages over the
-rows of a batch (losses, gradients, metrics of scalars) needs the share's weight, because the shares
-of a batch may differ by one row.
+batches, as one process would, and its step cuts out the rank's own rows, unless the data has made
+these alone (`RowsOfBatch`). What averages over the rows of a batch (losses, gradients, metrics of
+scalars) needs the share's weight, because the shares of a batch may differ by one row.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Batches that all ranks read: made in an order of their own, by rows, and compared between ranks.
 
 Every rank reads the same batches under `tfscale.distribute`, and where those of a dataset grow.
-Where a dataset allows, its maps run on the rank's rows only (`RowPipelines`). A
-digest of all batches so far is kept in a variable. The first batches of a `fit` are compared before
-they are computed; then 32 signs that follow from the digest are sent with the first gradients of
-each step, in the same message. The batches of `evaluate` and `predict` are compared when these end.
+Under `tfscale.distribute` the maps of a dataset run on the rank's rows only, where its steps allow
+(`RowPipelines`). A digest of all batches so far is kept in a variable. The first batches of a `fit`
+are compared before they are computed; then 32 signs that follow from the digest are sent with the
+first gradients of each step, in the same message. The batches of `evaluate` and `predict` are
+compared when these end.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _first(values: Iterator[Any]) -> Any:
 
 
 def _call(function: Any, element: Any) -> Any:
-    """Return what a function of a map makes of an element, without tracing it again."""
+    """Call the function of a map with an element; it is not traced again."""
     tensors = structure.to_tensor_list(function._input_structure, element)
     return structure.from_compatible_tensor_list(
         function.output_structure, function.function(*tensors)
@@ -212,7 +212,6 @@ def _shuffled_like(step: Any, elements: tf.data.Dataset) -> tf.data.Dataset:
     if shuffle.op != "ShuffleDatasetV3":
         raise UnmovedError(f"shuffle is a {shuffle.op}")
     generator = nodes[shuffle.input[4]].attr["value"].tensor
-    flat = structure.get_flat_tensor_shapes(elements.element_spec)
     variant = tf.raw_ops.ShuffleDatasetV3(
         input_dataset=elements._variant_tensor,
         buffer_size=step._buffer_size,
@@ -220,7 +219,7 @@ def _shuffled_like(step: Any, elements: tf.data.Dataset) -> tf.data.Dataset:
         seed2=step._seed2,
         seed_generator=tf.io.parse_tensor(generator.SerializeToString(), tf.resource),
         output_types=structure.get_flat_tensor_types(elements.element_spec),
-        output_shapes=flat,
+        output_shapes=structure.get_flat_tensor_shapes(elements.element_spec),
         reshuffle_each_iteration=step._reshuffle_each_iteration,
     )
     return tf.data.experimental.from_variant(variant, elements.element_spec)

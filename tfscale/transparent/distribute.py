@@ -4,6 +4,7 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 
 * `fit` gets `callbacks.Synchronize` and wraps optimizers in `DistributedOptimizer`;
 * every rank reads the same global batches, and a step computes the rank's rows (`fit/steps.py`);
+  the maps of a dataset run on these rows alone, where its steps allow (`fit/batches.py`);
 * `evaluate`, `train_on_batch` and `test_on_batch` return metrics of all rows, `predict` all rows;
 * callbacks that write run on rank 0 (`files.WrittenOnce`, a `RankZero`), and so does `model.save`.
 """
