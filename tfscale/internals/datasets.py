@@ -102,9 +102,9 @@ def name_of(dataset: Any) -> str:
     """Return the method that made a step of a dataset, and its function if it is known."""
     for function in dataset._functions() if hasattr(dataset, "_functions") else []:
         concrete = getattr(function, "function", None)
-        found = None if concrete is None else _FUNCTION_NAME.search(_text(concrete.name))
-        if found:
-            return f"{found[1]} ({found[2]})"
+        name = None if concrete is None else _FUNCTION_NAME.search(_text(concrete.name))
+        if name:
+            return f"{name[1]} ({name[2]})"
     kind = kind_of(dataset).removeprefix("Parallel")
     return _METHODS.get(kind, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower())
 

@@ -277,19 +277,19 @@ class RowMaps:
         It covers texts in memory, such as names of files; and ops of maps, their constants, and the
         tables in which they look up.
         """
-        found = [zlib.crc32(repr(self.batch.element_spec).encode())]
+        digests = [zlib.crc32(repr(self.batch.element_spec).encode())]
         for step in _all_steps(self.batch):
-            found += [_digest_of_values(t) for t in getattr(step, "_tensors", ()) if _is_text(t)]
+            digests += [_digest_of_values(t) for t in getattr(step, "_tensors", ()) if _is_text(t)]
         for function in self.elements.maps:
             graph = function.function.graph.as_graph_def()
             bodies = [graph.node, *(each.node_def for each in graph.library.function)]
-            found += sorted(map(_digest_of_ops, bodies))
+            digests += sorted(map(_digest_of_ops, bodies))
             for captured in function.function.captured_inputs:
                 if captured.dtype == tf.resource:
-                    found += [_digest_of_table(captured, *types) for types in _table_types(bodies)]
+                    digests += [_digest_of_table(captured, *types) for types in _table_types(bodies)]
                 elif captured.dtype != tf.variant:
-                    found.append(_digest_of_values(captured))
-        return zlib.crc32(repr(found).encode())
+                    digests.append(_digest_of_values(captured))
+        return zlib.crc32(repr(digests).encode())
 
     def on_chosen_rows(
         self,
