@@ -147,10 +147,16 @@ def case_evaluate_predict_and_other_loops():
 
         def evaluate_and_predict(decode):
             model, data = small_model(), zipped(decode)
-            return [np.array(model.evaluate(data, verbose=0)), model.predict(data, verbose=0)]
+            # No rank sends truth values: each computes those of all rows.
+            signs = keras.Sequential([keras.Input((5,)), layers.Lambda(lambda rows: rows > 0)])
+            return [
+                np.array(model.evaluate(data, verbose=0)),
+                model.predict(data, verbose=0),
+                signs.predict(data, verbose=0).astype(int),
+            ]
 
-        n_own = 2 * n_own_rows(N_ROWS, 8)
-        assert both_ways(evaluate_and_predict) == [2 * N_ROWS, n_own]
+        n_own = 3 * n_own_rows(N_ROWS, 8)
+        assert both_ways(evaluate_and_predict) == [3 * N_ROWS, n_own]
 
         def train(decode, build=shuffled_before, fit=None, **compiled):
             model = small_model(**compiled)

@@ -286,7 +286,9 @@ class RowMaps:
             digests += sorted(map(_digest_of_ops, bodies))
             for captured in function.function.captured_inputs:
                 if captured.dtype == tf.resource:
-                    digests += [_digest_of_table(captured, *types) for types in _table_types(bodies)]
+                    digests += [
+                        _digest_of_table(captured, *types) for types in _table_types(bodies)
+                    ]
                 elif captured.dtype != tf.variant:
                     digests.append(_digest_of_values(captured))
         return zlib.crc32(repr(digests).encode())
