@@ -177,9 +177,10 @@ faults-random: build
 bazel: venv
 	@$(BIN)/python tools/bazel_build.py
 
-# The lowest and the highest TensorFlow supported, each in an environment of its own.
-test-versions:
-	@PYTHON=$(PYTHON) tools/test_versions.sh $(PYTEST)
+# Quick tests on ranks with the lowest, the highest and the coming TensorFlow and Keras, each pair in an
+# environment of its own. One alone, with another Python: PAIRS=2.20/3.13 ARGS_VERSIONS="--python python3.12"
+test-versions: venv
+	@$(BIN)/python tools/test_versions.py $(PAIRS) $(ARGS_VERSIONS) -- $(PYTEST)
 
 # The site of the documentation, in build/site. Sources are parsed: nothing of TensorFlow is imported.
 # Not with -q: warnings would be silent, and --strict counts those that are shown.

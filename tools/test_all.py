@@ -47,22 +47,22 @@ class Unit:
     Attributes:
         name: For the table, and for `--only`.
         minutes: What it usually takes on two cores.
-        words: Arguments of pytest, or of `tools/cpp_tests.py`.
-        is_cpp: It is the latter.
+        words: Arguments of pytest, or of the tool.
+        tool: The file in `tools/` that runs instead of pytest, or "".
         is_of_sources: It reads the sources, and runs in their folder.
     """
 
     name: str
     minutes: float
     words: tuple[str, ...]
-    is_cpp: bool = False
+    tool: str = ""
     is_of_sources: bool = False
 
 
 UNITS = (
-    Unit("C++", 1.5, ("--variants", "plain"), is_cpp=True),
-    Unit("C++, address sanitizer", 2.5, ("--variants", "address"), is_cpp=True),
-    Unit("C++, thread sanitizer", 3.5, ("--variants", "thread"), is_cpp=True),
+    Unit("C++", 1.5, ("--variants", "plain"), tool="cpp_tests.py"),
+    Unit("C++, address sanitizer", 2.5, ("--variants", "address"), tool="cpp_tests.py"),
+    Unit("C++, thread sanitizer", 3.5, ("--variants", "thread"), tool="cpp_tests.py"),
     Unit(
         "unit",
         9.0,
@@ -91,6 +91,7 @@ UNITS = (
     Unit("Slurm", 2.5, (SLURM,)),
     Unit("emulated cluster", 7.0, ("tests/cluster",)),
     Unit("Horovod's contract", 14.0, ("tests/horovod_contract",)),
+    Unit("lowest versions", 14.0, ("lowest",), tool="test_versions.py"),
 )
 
 
@@ -113,8 +114,8 @@ def parse_part(text: str) -> tuple[int, int]:
 
 def run(unit: Unit, folder: Path, python: Path, more: Sequence[str]) -> int:
     """Run a unit, in a folder without the library's sources if it can; return its exit status."""
-    if unit.is_cpp:
-        command = [sys.executable, str(ROOT / "tools" / "cpp_tests.py"), *unit.words]
+    if unit.tool:
+        command = [sys.executable, str(ROOT / "tools" / unit.tool), *unit.words]
         return subprocess.run(command, cwd=ROOT).returncode
     interpreter = sys.executable if unit.is_of_sources else str(python.absolute())
     command = [interpreter, "-m", "pytest", *unit.words, *more]

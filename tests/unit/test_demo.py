@@ -1,6 +1,7 @@
 """`tfscale demo`: its chart, its words, the cores of its ranks, and one short run on two ranks."""
 
 import re
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -132,7 +133,7 @@ def test_without_mpi_it_says_what_to_install(monkeypatch, capsys):
 @pytest.mark.timeout(300)
 def test_two_ranks_train_what_one_process_trains(tmp_path):
     words = ["tfscale.launcher.cli", "demo", "--seconds", "4", "--svg", "chart.svg"]
-    done = run_in_folder(["python", "-m", *words], tmp_path, 280)
+    done = run_in_folder([sys.executable, "-m", *words], tmp_path, 280)
     assert done.exit_code == 0, done.output + done.errors
     text = done.output
     marks = {character for line in text.splitlines() if " |" in line for character in line[8:]}

@@ -108,7 +108,7 @@ def test_commands_exist(document, capsys):
 # dependencies, since tests have no network; those that need other hosts run with --dry-run.
 WHERE = {
     "pip install '.[mpich,recipes]'": "test_packaging.py::test_an_installed_wheel_compiles_its",
-    "tfscale doctor": "test_doctor.py::test_a_healthy_machine",
+    "tfscale doctor": "test_cli.py::test_doctor_of_a_healthy_machine",
     "tfscale demo": "test_demo.py::test_two_ranks_train_what_one_process_trains",
     "tfscale build --mpicxx /opt/mpi/bin/mpicxx": "test_readme.py::test_a_library_of_another_mpi",
     "tfscale run -np 4 python train.py": "test_readme.py::test_the_example_runs_by_its_commands",
@@ -134,8 +134,9 @@ def test_every_command_of_the_readme_runs_somewhere():
     for where in WHERE.values():
         file, _, text = where.partition("::")
         path = Path(__file__).parent / file
-        if path.exists():  # .ci is not copied where the wheel is tested
-            assert text in path.read_text(), where
+        if file.startswith("../") and not path.exists():
+            continue  # .ci is not copied where the wheel is tested
+        assert text in path.read_text(), where
 
 
 def run_command(words, folder, **env):

@@ -263,8 +263,9 @@ def test_versions_agree():
     text = f"TensorFlow {' to '.join(tensorflow)} with Keras {' to '.join(keras)}"
     for page in ("README.md", "docs/install.md"):
         assert text in (ROOT / page).read_text(), page
-    pairs = " ".join(f"{a}/{b}" for a, b in zip(tensorflow, keras, strict=True))
-    assert f"${{VERSIONS:-{pairs}}}" in (ROOT / "tools" / "test_versions.sh").read_text()
+    tool = (ROOT / "tools" / "test_versions.py").read_text()
+    for versions in zip(tensorflow, keras, strict=True):
+        assert '("tensorflow=={}.*", "keras=={}.*")'.format(*versions) in tool
 
 
 INTERNALS = "tfscale/internals/"

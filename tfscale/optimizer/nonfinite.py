@@ -26,6 +26,7 @@ from tfscale.optimizer.rules import are_finite
 logger = logging.getLogger("tfscale")
 
 Policy = Literal["warn", "ignore", "raise", "skip"]
+_MAX_INPUTS = 128  # of one op, in gradients
 _NAMES_SHOWN = 3
 _LOGGED = 10  # number of skipped steps that are all logged; then every hundredth
 
@@ -121,8 +122,11 @@ class NonFinite:
         Collective unless the policy is "warn": all ranks take this branch.
         """
         names = [name_of(v) for _, v in pairs]
-        # One op for all gradients: this branch is traced with every model, and hardly ever runs.
-        flags = tf.numpy_function(_are_bad, [values_of(g) for g, _ in pairs], tf.uint8)
+        # Few ops, as this branch is traced with every model and hardly ever runs; not one op, as
+        # TensorFlow's inference of shapes visits an op again for each of its inputs.
+        values = [values_of(g) for g, _ in pairs]
+        parts = [values[i : i + _MAX_INPUTS] for i in range(0, len(values), _MAX_INPUTS)]
+        flags = tf.concat([tf.numpy_function(_are_bad, part, tf.uint8) for part in parts], 0)
         flags = tf.ensure_shape(flags, [len(pairs)])
         ranks = [runtime.rank()]
         if group.size > 1 and group.rank >= 0 and self.policy != "warn":
