@@ -10,7 +10,7 @@ is below the lowest map stays the dataset that it was, and so does the state of 
 
 Private names used here, checked with TensorFlow 2.21: those of `internals/datasets.py`;
 `Dataset._variant_tensor`, `_buffer_size`, `_map_func`, `_num_parallel_calls`, `_drop_remainder`,
-`_padded_shapes`, `_padding_values`, `_cardinality`, `_num_shards`, `_index`, `_datasets`; of a
+`_padded_shapes`, `_padding_values`, `_num_shards`, `_index`, `_datasets`; of a
 function `_func`, `_input_structure`, `output_structure` and `function`; the names of the nodes of
 a serialized shuffle; `structure` and `nest` of `tensorflow.python.data.util`.
 """
@@ -187,7 +187,7 @@ def _again(step: Any, elements: tf.data.Dataset) -> tf.data.Dataset:
     if kind == "Options":
         return elements.with_options(step.options())
     if kind == "AssertCardinality":
-        return _asserted(elements, step._cardinality)
+        return _asserted(elements, step.cardinality())
     return getattr(elements, kind.lower())(step._count)
 
 
