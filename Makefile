@@ -1,4 +1,4 @@
-# make train | test | test-all | test-ranks | check | venv | build | horovod | ddp | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | docs | clean
+# make train | test | test-all | test-ranks | test-ray | check | venv | build | horovod | ddp | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | docs | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv library build horovod ddp train test test-all test-venv test-ranks check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
+.PHONY: venv library build horovod ddp train test test-all test-venv test-ranks test-ray check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format docs
 
 venv: $(VENV)/.installed
@@ -79,6 +79,17 @@ test-venv: wheel
 	@$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
 	@$(BIN)/$(SITE) > $$($(WHEEL_VENV)/bin/$(SITE))/tests.pth
 	@$(PIP) --python $(WHEEL_VENV)/bin/python install --no-deps --no-index dist/tfscale-*.whl
+
+# Ray in an environment of its own, which sees the packages of the other one through a path file.
+RAY_VENV := build/ray-venv
+$(RAY_VENV)/.installed: $(VENV)/.installed
+	@test -x $(RAY_VENV)/bin/python || $(BIN)/python -m venv $(RAY_VENV)
+	@$(BIN)/$(SITE) > $$($(RAY_VENV)/bin/$(SITE))/shared.pth
+	@$(RAY_VENV)/bin/python -m pip --disable-pip-version-check install -q 'ray>=2.9'
+	@touch $@
+
+test-ray: $(RAY_VENV)/.installed library
+	@PYTHONPATH=$(CURDIR) $(RAY_VENV)/bin/python -m pytest tests/parallel/test_ray.py $(PYTEST)
 
 # Everything, or one of several parts: PART=2/3. Scripts that begin with mpi4py are told where MPI's
 # libraries are (an empty entry: where the system looks).

@@ -23,6 +23,8 @@ _SUBMODULES = {
     "preemption": "checkpoints.preemption",
     "testing": "testing",
 }
+# Not among `__all__`: it needs Ray, which may be missing.
+_OPTIONAL = ("ray",)
 _NAMES_BY_MODULE = {
     "callbacks.parameter_averaging": ("DistanceWeights", "Divergence"),
     "callbacks.synchronize": ("broadcast_global_variables",),
@@ -77,6 +79,8 @@ watch_from_import()
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"tfscale.{_SUBMODULES[name]}")
+    if name in _OPTIONAL:
+        return importlib.import_module(f"tfscale.{name}")
     if name not in _MODULE_OF:
         return missing.lookup(name)
     value = getattr(importlib.import_module(f"tfscale.{_MODULE_OF[name]}"), name)

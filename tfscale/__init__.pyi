@@ -7,6 +7,7 @@ from tfscale import (
     data as data,
     keras as keras,
     missing,
+    ray as ray,
     testing as testing,
 )
 from tfscale.callbacks.parameter_averaging import (

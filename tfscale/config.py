@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -125,6 +126,7 @@ class exit_codes:
 PREEMPTED = exit_codes.PREEMPTED
 
 
+LOOPBACK = "127.0.0.1"
 BACKENDS = ("auto", "engine", "horovod", "single")
 
 
@@ -156,6 +158,10 @@ class Settings:
         start_s: TFSCALE_START_S. Seconds without a sign of a host after which `tfscale run` names
             it; after five times as long the job ends.
         timeline: TFSCALE_TIMELINE. Folder for a timeline of the whole job; "" for none.
+        metrics: TFSCALE_METRICS. Address at which rank 0 serves metrics of the training,
+            "HOST:PORT" or ":PORT"; "" for none.
+        metrics_token: TFSCALE_METRICS_TOKEN. Bearer token that readers of the metrics must send;
+            "" for none.
     """
 
     backend: str = "auto"
@@ -171,6 +177,8 @@ class Settings:
     save_timeout_s: float = 10.0
     start_s: float = 60.0
     timeline: str = ""
+    metrics: str = ""
+    metrics_token: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
         choices, remedy = f"one of {', '.join(BACKENDS)}", "Unset it to choose automatically."
@@ -178,6 +186,8 @@ class Settings:
         choices = 'none, last, a list ("7,15") or the first core and a step ("7+8")'
         is_rule = re.fullmatch(r"none|last|\d{1,4}(,\d{1,4})*|\d{1,4}\+\d{1,4}", self.pin_core)
         require(bool(is_rule), "TFSCALE_PIN_CORE", choices, self.pin_core, "The default is none.")
+        if self.metrics:
+            parse_address(self.metrics, "TFSCALE_METRICS")
         for name, low, high in (
             ("stall_warning_s", 0.01, float("inf")),
             ("stall_shutdown_s", 0.01, float("inf")),
@@ -192,6 +202,23 @@ class Settings:
             value, remedy = getattr(self, name), f"The default is {getattr(Settings, name)}."
             fits = low <= value <= high
             require(fits, variable_name(name), f"in [{low}, {high}]", value, remedy)
+
+
+def parse_address(text: str, name: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT", ":PORT" (this host only) or "[IPV6]:PORT".
+
+    `name` is the option or variable that gave it.
+
+    Raises:
+        ConfigError: It is none of these, or the port is not in [1, 65535].
+    """
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]*)):([0-9]{1,5})", text)
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        raise ConfigError(
+            f"{name} must be HOST:PORT or :PORT, with a port in [1, 65535]. Received: {name} "
+            f"{text}. Example: --metrics :9464"
+        )
+    return match[1] or match[2] or LOOPBACK, int(match[3])
 
 
 def variable_name(field: str) -> str:

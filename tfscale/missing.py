@@ -31,7 +31,6 @@ MODULES = {
         "(docs/from-horovod.md), and start the job by `tfscale run --restarts 3 --min-np 2`.",
     ),
     "runner": _COMMAND,
-    "ray": _CLUSTER,
     "spark": _CLUSTER,
     "data.compute_service": _SERVICE,
     "data.compute_worker": _SERVICE,

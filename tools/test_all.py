@@ -83,8 +83,10 @@ UNITS = (
     Unit("resumed jobs", 8.0, (f"{JOBS}_resume.py",)),
     Unit(
         "jobs",
-        8.0,
-        tuple(f"{JOBS}_{n}.py" for n in ("environments", "from_python", "hosts", "spawn")),
+        10.0,
+        tuple(
+            f"{JOBS}_{n}.py" for n in ("environments", "from_python", "hosts", "monitor", "spawn")
+        ),
     ),
     Unit("layouts of hosts", 10.0, (f"{JOBS}_layouts.py",)),
     Unit("faults", 25.0, ("tests/faults", f"--ignore={SLURM}")),

@@ -42,7 +42,7 @@ print(json.dumps([tf.__version__, keras.__version__, platform.python_version()])
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one pair: versions as the packages name themselves, and the tests' last line."""
+    """The outcome of one pair: versions as the packages name themselves, and counts of tests."""
 
     tensorflow: str
     keras: str

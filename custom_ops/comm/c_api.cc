@@ -171,6 +171,12 @@ int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity) {
   });
 }
 
+int64_t tfscale_traffic(double* waited_s, int64_t capacity) {
+  return Guarded(int64_t{-1}, [&] {
+    return Running()->traffic().Read(waited_s, static_cast<size_t>(capacity));
+  });
+}
+
 int64_t tfscale_clock_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              tfscale::Clock::now().time_since_epoch())

@@ -55,6 +55,9 @@ void tfscale_drain();
 
 // Moves up to `capacity` finished collectives to `out`; returns how many.
 int64_t tfscale_take_events(tfscale::Event* out, int64_t capacity);
+// The Traffic: copies the seconds that each of up to `capacity` ranks has waited, of others as last
+// reported; returns the bytes that this rank has exchanged, or -1.
+int64_t tfscale_traffic(double* waited_s, int64_t capacity);
 // Nanoseconds of the clock that events are measured with.
 int64_t tfscale_clock_ns();
 

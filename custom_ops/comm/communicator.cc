@@ -280,6 +280,12 @@ void Transfers::ThrowLength(bool is_more, size_t bytes, int peer) {
       " of the group. Call the same collectives on the same shapes on every rank.");
 }
 
+bool Transfers::has_unheard() const {
+  return std::any_of(infos_.begin(), infos_.end(), [this](const Info& info) {
+    return info.is_receive && !has_heard_from_[static_cast<size_t>(info.peer)];
+  });
+}
+
 std::vector<int> Transfers::PendingPeers() const {
   if (!lost_.empty()) return {lost_.begin(), lost_.end()};
   std::set<int> silent;

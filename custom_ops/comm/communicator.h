@@ -103,6 +103,8 @@ class Transfers {
   bool Poll();
   // Keys of transfers whose last message completed, each once, in no order.
   std::vector<int> TakeCompleted();
+  // A message is expected from a rank that has sent none yet.
+  bool has_unheard() const;
   bool is_empty() const { return requests_.empty() && unread_.empty() && lost_.empty(); }
   // Takes receives back where MPI can; Poll until it is empty. Sends stay until
   // the peer takes them.

@@ -61,13 +61,14 @@ Engine::Engine(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiE
     : options_(options),
       env_(std::move(env)),
       workers_(std::max(1, options.reduce_threads)),
-      events_(kEvents) {
+      events_(kEvents),
+      traffic_(options.report_s) {
   Communicator world = Communicator::Duplicate(comm, options.ranks_per_host,
                                                static_cast<size_t>(options.host_memory_bytes));
   rank_ = world.rank();
   size_ = world.size();
-  scheduler_ =
-      std::make_unique<Scheduler>(options_, std::move(world), plans_, events_, buffers_, workers_);
+  scheduler_ = std::make_unique<Scheduler>(options_, std::move(world), plans_, events_, traffic_,
+                                           buffers_, workers_);
   thread_ = std::make_unique<CommThread>(options_, queue_, *scheduler_);
 }
 

@@ -18,6 +18,7 @@
 #include "comm/options.h"
 #include "comm/plan.h"
 #include "comm/scheduler.h"
+#include "comm/traffic.h"
 #include "comm/work_queue.h"
 #include "comm/worker_pool.h"
 
@@ -49,6 +50,7 @@ class Engine {
   int thread_level() const { return env_->thread_level(); }
   PlanTable& plans() { return plans_; }
   EventLog& events() { return events_; }
+  const Traffic& traffic() const { return traffic_; }
 
   // Hands a collective to the communication thread. `task.done` runs there,
   // exactly once, also when the engine has failed or is stopping. In a forked
@@ -88,6 +90,7 @@ class Engine {
   WorkerPool workers_;
   PlanTable plans_;
   EventLog events_;
+  Traffic traffic_;
   WorkQueue queue_;
   int rank_ = 0;
   int size_ = 1;

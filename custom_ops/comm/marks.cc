@@ -20,7 +20,8 @@ bool IsFinal(MarkKind kind) {
 }
 
 bool IsNotice(MarkKind kind) {
-  return kind == MarkKind::kPing || kind == MarkKind::kAlive || kind == MarkKind::kWaiting;
+  return kind == MarkKind::kPing || kind == MarkKind::kAlive || kind == MarkKind::kWaiting ||
+         kind == MarkKind::kTraffic;
 }
 
 std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& text) {
@@ -116,7 +117,7 @@ bool Marks::Poll() {
           "MPI_Recv");
     Mark mark = Unpack(data);
     if (IsNotice(mark.kind)) {
-      if (listen_) listen_(status.MPI_SOURCE, mark.kind, mark.text);
+      for (const Listener& listen : listeners_) listen(status.MPI_SOURCE, mark.kind, mark.text);
       continue;
     }
     received_[status.MPI_SOURCE].push_back(std::move(mark));

@@ -23,7 +23,7 @@ namespace tfscale {
 // kQuiet: after kLeft, when no message that the rank sent is pending.
 // kSeen: after kQuiet, when the rank has that of all others and needs nothing more from them.
 // kPing, kAlive and kWaiting are notices and change no count: a rank that waits asks
-// another whether it lives (answered by kAlive), and reports that it waits.
+// another whether it lives (answered by kAlive), and reports that it waits. kTraffic: see Traffic.
 enum class MarkKind : int {
   kEpochEnd = 0,
   kStop = 1,
@@ -33,7 +33,8 @@ enum class MarkKind : int {
   kPing = 5,
   kAlive = 6,
   kWaiting = 7,
-  kSeen = 8
+  kSeen = 8,
+  kTraffic = 9
 };
 
 // Names a plan alike on all ranks: group id and plan index; index kEager for
@@ -59,9 +60,9 @@ class Marks {
   bool Poll();
   // Sends a notice to one rank. Non-blocking.
   void Notify(int rank, MarkKind kind, const std::string& text = "");
-  // `listen` is called by Poll with each notice and its sender.
+  // `listen` is called by Poll with each notice and its sender, as are those of earlier calls.
   using Listener = std::function<void(int rank, MarkKind kind, const std::string& text)>;
-  void Listen(Listener listen) { listen_ = std::move(listen); }
+  void Listen(Listener listen) { listeners_.push_back(std::move(listen)); }
   // Marks this rank has set in this incarnation.
   int64_t generation() const { return generation_; }
   bool has_received() const { return n_received_ > 0; }
@@ -114,7 +115,7 @@ class Marks {
   // Pending messages: their data must stay in place.
   std::list<std::vector<int64_t>> outgoing_;
   std::optional<Transfers> sends_;
-  Listener listen_;
+  std::vector<Listener> listeners_;
 };
 
 }  // namespace tfscale

@@ -75,6 +75,8 @@ class Operation {
   std::vector<int> WaitingFor() const {
     return transfers_ ? transfers_->PendingPeers() : std::vector<int>();
   }
+  // Whether a rank from which this one expects a message has sent it none yet.
+  bool is_waiting() const { return transfers_ && transfers_->has_unheard(); }
   // Ends it without a result. Step must not be called any more, but IsQuiet
   // until it is true: only then does MPI no longer touch the memory.
   void Cancel() {

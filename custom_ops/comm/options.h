@@ -10,6 +10,7 @@ namespace tfscale {
 struct EngineOptions {
   double stall_warning_s;
   double stall_shutdown_s;
+  double report_s;            // between two reports of the Traffic; 0: it is not counted
   int64_t max_message_bytes;  // longest MPI message; below 2^31
   int64_t chunk_bytes;        // size of the pieces in which long vectors are sent and summed
   int64_t window_bytes;       // largest payload of one plan in transfer at a time

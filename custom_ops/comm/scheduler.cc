@@ -35,17 +35,23 @@ std::map<int, Group> WorldOnly(Communicator world) {
 }  // namespace
 
 Scheduler::Scheduler(const EngineOptions& options, Communicator world, PlanTable& plans,
-                     EventLog& events, BufferPool& buffers, WorkerPool& workers)
+                     EventLog& events, Traffic& traffic, BufferPool& buffers, WorkerPool& workers)
     : options_(options),
       plans_(plans),
       events_(events),
+      traffic_(traffic),
       buffers_(buffers),
       workers_(workers),
       groups_(WorldOnly(std::move(world))),
       roster_(*groups_.at(0).comm, options.identity == nullptr ? "" : options.identity),
       marks_(groups_.at(0)),
       stalls_(options, groups_.at(0).comm->rank(), roster_, marks_),
-      status_file_(options.status_path) {}
+      status_file_(options.status_path) {
+  traffic_.SetRanks(groups_.at(0).comm->rank(), groups_.at(0).comm->size());
+  marks_.Listen([this](int sender, MarkKind kind, const std::string& text) {
+    if (kind == MarkKind::kTraffic) traffic_.Hear(sender, text);
+  });
+}
 
 Group& Scheduler::GroupOf(int id) {
   const auto it = groups_.find(id);
@@ -164,6 +170,7 @@ bool Scheduler::Step() {
     if (marks_.Poll()) has_moved = true;
     if (marks_.has_received() && is_busy()) GiveUpHopeless();
     abandoned_.Step();
+    if (traffic_.is_on()) CountWaiting();
     if (is_urgent()) {
       CheckStalls();
     } else if (!is_leaving_) {  // StepLeave looks itself.
@@ -199,6 +206,7 @@ void Scheduler::Finish(Task& task) {
   events_.Add({Nanoseconds(task.posted), Nanoseconds(task.started), Nanoseconds(Clock::now()),
                static_cast<int64_t>(task.operation->bytes()), task.execution, task.plan,
                task.slot});
+  if (traffic_.is_on()) traffic_.AddBytes(task.operation->bytes());
   if (status_file_.is_open()) {
     status_file_.WritePlace(PlaceOf(task) + ", run " + std::to_string(task.execution + 1));
   }

@@ -19,6 +19,7 @@
 #include "comm/stall_watch.h"
 #include "comm/status_file.h"
 #include "comm/task.h"
+#include "comm/traffic.h"
 
 namespace tfscale {
 
@@ -32,7 +33,7 @@ class Scheduler {
   // Collective over `world`; blocking; throws CommError when the ranks do not
   // fit together.
   Scheduler(const EngineOptions& options, Communicator world, PlanTable& plans, EventLog& events,
-            BufferPool& buffers, WorkerPool& workers);
+            Traffic& traffic, BufferPool& buffers, WorkerPool& workers);
 
   void Accept(Task task);
   // Moves everything forward; true if anything happened.
@@ -102,12 +103,14 @@ class Scheduler {
   std::optional<Status> WhyGivenUp(const Task& task);
   bool is_patient(const Task& task) const;
   void CheckStalls();
+  void CountWaiting();
   std::vector<int> Others() const;
   Wait Describe(const Task& task, bool is_active);
 
   const EngineOptions& options_;
   PlanTable& plans_;
   EventLog& events_;
+  Traffic& traffic_;
   BufferPool& buffers_;
   WorkerPool& workers_;
   std::map<int, Group> groups_;

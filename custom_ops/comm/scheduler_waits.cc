@@ -57,6 +57,16 @@ Wait Scheduler::Describe(const Task& task, bool is_active) {
   return wait;
 }
 
+void Scheduler::CountWaiting() {
+  const Clock::time_point now = Clock::now();
+  traffic_.Note(now, std::any_of(active_.begin(), active_.end(), [this](const Task& task) {
+                  return !is_patient(task) && task.operation->is_waiting();
+                }));
+  if (is_leaving_) return;  // Marks that come later may find no reader.
+  const std::string report = traffic_.TakeReport(now);
+  if (!report.empty()) marks_.Notify(0, MarkKind::kTraffic, report);
+}
+
 void Scheduler::CheckStalls() {
   const Clock::time_point now = Clock::now();
   if (!stalls_.IsDue(now)) return;

@@ -221,6 +221,12 @@ def test_a_step_count_behaves_as_the_integer_that_it_has_at_each_use():
     assert count > 0 and count >= 12 and count <= 12 and not count < 12
     assert (count + 1, 1 + count, count - 2, 14 - count, -count) == (13, 13, 10, 2, -12)
     assert (count * 2, 24 / count, count // 5, 26 % count, count / 8) == (24, 2.0, 2, 2, 1.5)
+    of_shard = (count - 0 + 1 - 1) // 1  # Keras 3.16: the batches of one of one shards
+    half = copy.deepcopy(count // 2)
+    count.value = 5
+    assert list(range(of_shard)) == [0, 1, 2, 3, 4] and bool(of_shard) and half == 6
+    assert (of_shard + 1) * 2 == 12 and int(of_shard) == 5 and count // 2 + half == 8
     assert math.log10(StepCount(100)) == 2 and np.log10(StepCount(100)) == 2
+    count.value = 12
     assert min(2, count) == 2 and np.asarray(count) == 12
     assert copy.deepcopy(count) == 12 and pickle.loads(pickle.dumps(count)) == 12

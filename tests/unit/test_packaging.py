@@ -275,9 +275,12 @@ NEEDS = {
     "tests": ("dependencies", "test", "mpich"),
 }
 # Imported where they are needed, with a message where they are missing; Horovod is built by hand.
-OPTIONAL = {"horovod", "keras_tuner", "matplotlib", "mlflow", "mpi4py", "torch", "wandb"}
+OPTIONAL = {"horovod", "keras_tuner", "matplotlib", "mlflow", "mpi4py", "ray", "torch", "wandb"}
 # Where it is not the name of the import.
-DISTRIBUTIONS = {"PIL": "pillow", "absl": "absl-py", "yaml": "PyYAML"}
+DISTRIBUTIONS = {
+    **{"PIL": "pillow", "absl": "absl-py", "yaml": "PyYAML"},
+    "prometheus_client": "prometheus-client",
+}
 OURS = {"benchmarks", "recipes", "tests", "tfscale", "tools"}
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,9 +63,10 @@ def test_the_stub_has_the_names_of_the_package():
     modules = {n: f"tfscale.{module}" for n, module in tfscale._MODULE_OF.items()}
     for name, place in tfscale._SUBMODULES.items():
         modules[name] = f"tfscale.{place}".rpartition(".")[0]
+    modules |= dict.fromkeys(tfscale._OPTIONAL, "tfscale")
     assert found == modules
     own = {ast.unparse(getattr(n, "target", None) or n.targets[0]) for n in stub.body[-3:-1]}
-    assert {*found, *own} == {*tfscale.__all__, "__version__"}
+    assert {*found, *own} == {*tfscale.__all__, *tfscale._OPTIONAL, "__version__"}
 
 
 # The first arguments of each call, in their order, as far as users of Horovod pass them.
@@ -132,7 +134,6 @@ def test_elastic_names_our_restart(name):
 # Uses of names of Horovod, and what the error must hold besides the name.
 MISSING = {
     "tfscale.runner.launch": ("Received: runner.launch.", "tfscale run -np 4"),
-    "tfscale.ray.RayExecutor": ("Received: ray.RayExecutor.", "-H host1:2"),
     "tfscale.spark.run": ("Received: spark.run.", "-H host1:2"),
     "tfscale.Adasum": ("Received: Adasum.", "tfscale.Average"),
     "tfscale.broadcast_object_fn": ("TensorFlow 1", "tfscale.broadcast_object."),
@@ -141,7 +142,7 @@ MISSING = {
     "from tfscale import Adasum": ("Received: Adasum.", "tfscale.Average"),
     "from tfscale.data import tf_data_service": ("data.tf_data_service", "GlobalBatches"),
     "import tfscale.elastic": ("Received: import tfscale.elastic.", "--restarts"),
-    "from tfscale.ray import RayExecutor": ("Received: import tfscale.ray.", "-H host1:2"),
+    "import tfscale.spark": ("Received: import tfscale.spark.", "-H host1:2"),
     "import tfscale.data.compute_service": ("import tfscale.data.compute_service", "GlobalBatches"),
 }
 
@@ -153,6 +154,15 @@ def test_names_that_are_missing_name_what_to_use(use):
     for text in MISSING[use]:
         assert text in str(error.value)
     assert isinstance(error.value, ImportError) == ("Received: import" in str(error.value))
+
+
+@pytest.mark.parametrize("use", ["tfscale.ray.run", "from tfscale.ray import RayExecutor"])
+def test_ray_says_what_to_install_where_it_is_missing(use, monkeypatch):
+    for name in [name for name in sys.modules if re.match(r"(tfscale\.)?ray\b", name)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match="Received: no module ray.*pip install ray"):
+        exec(use, {"tfscale": tfscale})
 
 
 def test_other_names_are_no_attributes():

@@ -17,7 +17,7 @@ FRAMEWORKS = ("tensorflow", "keras", "mpi4py")
 PURE = """
     config files plan launcher native comm/places comm/process trace/chrome trace/stamps
     checkpoints/files checkpoints/preemption data/slices measure/analysis measure/compression
-    measure/groups measure/growth measure/provenance measure/report measure/theta
+    measure/groups measure/growth measure/provenance measure/report measure/theta monitor
     transparent/__main__ tune/__init__ testing
     """
 
@@ -25,6 +25,7 @@ PURE = """
 SETTINGS = """
     backend stall_warning_s stall_shutdown_s chunk_bytes window_bytes host_memory
     reduce_threads pin_core ranks_per_host set_threads save_timeout_s start_s timeline
+    metrics metrics_token
     """
 
 
@@ -64,7 +65,7 @@ def test_pure_modules_import_no_framework():
 # (docs/architecture.md), and pure ones.
 PUBLIC = """
     tfscale/__init__ tfscale/callbacks/__init__ tfscale/checkpoints/__init__ tfscale/data/__init__
-    tfscale/keras tfscale/optimizer/futures
+    tfscale/keras tfscale/optimizer/futures tfscale/ray/__init__
     tfscale/comm/backends/base tfscale/exchange/base tfscale/exchange/plan
     """
 # Other modules, each with the tests that import it.

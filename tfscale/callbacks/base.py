@@ -118,15 +118,21 @@ class Callback(Traits):
                 session.stop_together()
             warn_if_unsynchronised(self.model, session.callbacks)
             warn_of_deciders(session.callbacks)
+        if session.watch is not None:
+            session.watch.begin(self.params or {})
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Record that an epoch begins."""
         self.epoch = epoch
         self.session.begin_epoch()
+        if self.session.watch is not None:
+            self.session.watch.begin_epoch(epoch, self.session.data)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notify the other ranks that this one's epoch is over."""
         self.session.end_epoch(epoch)
+        if self.session.watch is not None:
+            self.session.watch.note_logs(logs)
         warn_if_unsynchronised(self.model, self.session.callbacks, has_exchanged_gradients())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

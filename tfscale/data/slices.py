@@ -119,6 +119,8 @@ class StepCount:
     Keras reads the number of batches of a data set once, before the first epoch, and uses it for
     the length of the loop and the target of the progress bar. With a plain int, later epochs with
     more steps would silently be cut short; the operators of this object use the present value.
+    Sums, differences and whole quotients with an int change with it: Keras 3.16 computes with them
+    the number of batches of one of several shards, of which there is one here.
 
     It holds no reference to the data, because `model.history.params` may keep it.
     """
@@ -133,11 +135,44 @@ class StepCount:
         """Set the value, of the epoch that is served now."""
         self.value = value
 
+    def __add__(self, other: Any) -> Any:
+        return _derived(operator.add, self, other)
+
+    def __sub__(self, other: Any) -> Any:
+        return _derived(operator.sub, self, other)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _derived(operator.floordiv, self, other)
+
     def __index__(self) -> int:
         return self.value
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype)
+
+
+class _DerivedCount(StepCount):
+    """What an operator makes of a count and an int, whenever it is read."""
+
+    __slots__ = ("_count", "_operator", "_other")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, function: Any, count: StepCount, other: int):
+        self._operator, self._count, self._other = function, count, other
+
+    @property
+    def value(self) -> int:  # type: ignore[override]
+        return self._operator(self._count.value, self._other)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy has no value of its own to set
+        return _DerivedCount, (self._operator, self._count, self._other)
+
+
+def _derived(function: Any, count: StepCount, other: Any) -> Any:
+    """The result of an operator: a count that follows, for an int; else a plain number."""
+    if isinstance(other, int):
+        return _DerivedCount(function, count, other)
+    return function(count.value, other)
 
 
 def _add_operators() -> None:
@@ -151,7 +186,7 @@ def _add_operators() -> None:
 
     comparisons = ("eq", "lt", "le", "gt", "ge")
     arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-    for name in ("neg", *comparisons, *arithmetic):
+    for name in {"neg", *comparisons, *arithmetic} - {"add", "sub", "floordiv"}:
         setattr(StepCount, f"__{name}__", forward(getattr(operator, name)))
     for name in arithmetic:
         setattr(StepCount, f"__r{name}__", backward(getattr(operator, name)))

@@ -12,6 +12,7 @@ from tfscale.config import ConfigError, check_integer
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
+from tfscale.fit import monitoring
 from tfscale.fit.session import session_for, session_of
 from tfscale.fit.steps import share_batches
 from tfscale.fit.uneven_batches import GuardedStep
@@ -58,7 +59,11 @@ def prepare(
         check_integer("batch_size", batch_size, 1)
     if sample_batch is not None and not model.built:
         model(sample_batch)
+    watch = monitoring.watch()
     if runtime.is_single():
+        if watch is not None:
+            watch.count_samples(model)
+            _guard(model)
         return model
     _refuse_replicas(model)
     if not hasattr(model, "optimizer"):
@@ -76,11 +81,17 @@ def prepare(
     if has_changed:
         internals.drop_functions(model)
     share_batches(model, session_for(model).whole_batches)
+    if watch is not None:
+        watch.count_samples(model)
+    _guard(model)
+    make_saves_safe(model)
+    return model
+
+
+def _guard(model: keras.Model) -> None:
     internals.wrap_train_function(
         model, lambda step: GuardedStep(model, step, session_of), GuardedStep
     )
-    make_saves_safe(model)
-    return model
 
 
 def _wire(

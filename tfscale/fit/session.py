@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfscale.comm import process, runtime
 from tfscale.data.dataset_batches import DatasetBatches, served_in
+from tfscale.fit import monitoring
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
 from tfscale.internals.keras import set_callbacks
@@ -38,6 +39,7 @@ class FitSession(Progress):
         self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
         self._n_calls = self._begin_ns = 0
         self._listener: events.Listener | None = None
+        self.watch = monitoring.watch()  # None without metrics
 
     @property
     def callbacks(self) -> list[keras.callbacks.Callback]:
@@ -86,14 +88,19 @@ class FitSession(Progress):
         if self._n_calls == 1 and process.file_path() and events.has_events():
             # Not what is left at the end: a `CommunicationReport` takes events, too.
             self._listener = events.Listener(_EVENTS_KEPT)
-        if self._n_calls > 1 and process.file_path():
+        window = None
+        if self._n_calls > 1 and (process.file_path() or self.watch is not None):
             times = (self._begin_ns, events.clock_ns())
             window = analysis.Window(self._n_calls, self.model.steps_per_execution, *times)
             self._windows.append(window)
+        if self.watch is not None:
+            self.watch.note_steps(self.model.steps_per_execution, window)
 
     def end_training(self) -> None:
         """As for `Progress`; give `tfscale run` the numbers of its closing lines."""
         super().end_training()
+        if self.watch is not None:
+            self.watch.end()
         windows, listener = list(self._windows), self._listener
         self._windows.clear()
         self._listener = None
@@ -102,14 +109,7 @@ class FitSession(Progress):
                 self._report(windows, listener)
 
     def _report(self, windows: list[analysis.Window], listener: events.Listener) -> None:
-        backend: Any = runtime.backend()
-        step_events = analysis.events_within(listener.take(), windows)
-        before: dict[analysis.Key, frozenset[analysis.Key]] = {}
-        for plan in {int(event["plan"]) for event in step_events} - {analysis.EAGER}:
-            graph = backend.graph_of(plan)
-            before |= {} if graph is None else analysis.collectives_before(graph)
-        record = analysis.RankRecord(windows, step_events, before=before)
-        steps = [row for row in analysis.rows({}, record, {}, 0) if row["kind"] == "step"]
+        steps = monitoring.step_rows(windows, listener, monitoring.before_of)
 
         def total(name: str) -> float:
             return sum(step[name] for step in steps)
@@ -118,7 +118,7 @@ class FitSession(Progress):
         name = "" if optimizer is None else type(optimizer.strategy).__name__.lower()
         waiting = (total("exposed_s") + total("forward_wait_s")) / total("step_s")
         step_bytes = total("bytes") / total("n_steps")
-        process.write_training(waiting, step_bytes, name or "none", backend.is_crowded)
+        process.write_training(waiting, step_bytes, name or "none", runtime.backend().is_crowded)
 
     def stop_together(self) -> None:
         """Delay stops until all ranks know of them."""

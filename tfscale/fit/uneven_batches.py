@@ -289,11 +289,13 @@ class GuardedStep:
                 return self._stop(model, "another rank stopped")
         try:
             self._last_logs = self._train_function(iterator)
-        except tf.errors.OutOfRangeError:
+        except (tf.errors.OutOfRangeError, StopIteration) as end:
             if session is not None:
                 session.end_of_data()
-            # With `tfscale.distribute` alone: there, Keras's own optimizer would have counted.
-            if shares.are_used() and not model.run_eagerly:
+            # With `tfscale.distribute` alone: there, Keras's own optimizer would have counted the
+            # traced step that was begun. Where StopIteration tells the end, none was: Keras 3.16.
+            is_begun = isinstance(end, tf.errors.OutOfRangeError) and not model.run_eagerly
+            if shares.are_used() and is_begun:
                 _count_missing_batch(model)
             raise
         except tf.errors.OpError as error:

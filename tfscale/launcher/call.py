@@ -31,7 +31,9 @@ from tfscale.config import ConfigError, environment, replace_environment
 from tfscale.files import write_atomically
 from tfscale.launcher.restarting import RESTART_VARIABLE
 
-_FILE = "call"
+FILE = "call"
+# Name the folder of the file, and the working folder, where hosts have their own.
+FOLDER_VARIABLE, START_IN_VARIABLE = "TFSCALE_CALL_FOLDER", "TFSCALE_CALL_START_IN"
 _PATH = "PYTHONPATH"
 
 
@@ -54,7 +56,7 @@ def write_call(
         "sources": _sources_without_file(),
         "all_output": all_output,
     }
-    with (folder / _FILE).open("wb") as file:
+    with (folder / FILE).open("wb") as file:
         pickle.dump(surroundings, file)
         parts = {"func": func}
         parts |= {f"args[{i}]": value for i, value in enumerate(args)}
@@ -215,10 +217,10 @@ def main(folder: Path) -> int:
     rank = launch.rank if launch else 0
     attempt = int(environment().get(RESTART_VARIABLE, "0"))
     try:
-        file = (folder / _FILE).open("rb")
+        file = (folder / FILE).open("rb")
     except FileNotFoundError as error:
         raise ConfigError(
-            f"Could not find the job's file in the working folder. Received: no {folder / _FILE} "
+            f"Could not find the job's file in the working folder. Received: no {folder / FILE} "
             f"on host {socket.gethostname()}. Call tfscale.run in a folder that all hosts share: "
             "see docs/several-hosts.md."
         ) from error
@@ -282,4 +284,7 @@ def _fill_main(func: Callable[..., Any]) -> None:
 
 if __name__ == "__main__":
     # Of this module under its name: pickles of results name functions of it.
-    sys.exit(importlib.import_module("tfscale.launcher.call").main(Path(sys.argv[1])))
+    if len(sys.argv) == 1:
+        os.chdir(environment()[START_IN_VARIABLE])
+    name = sys.argv[1] if len(sys.argv) > 1 else environment()[FOLDER_VARIABLE]
+    sys.exit(importlib.import_module("tfscale.launcher.call").main(Path(name)))

@@ -17,15 +17,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfscale.comm.places import Places, parse_places, require_hosts, spread
-from tfscale.config import ConfigError, ExchangeError, environment, variable_name
+from tfscale.comm.places import Places, is_this_host, parse_places, require_hosts, spread
+from tfscale.config import ConfigError, ExchangeError, environment, parse_address, variable_name
 from tfscale.launcher import mpi_command
 from tfscale.launcher.convert import add_convert
 from tfscale.launcher.demo import add_demo
 from tfscale.launcher.doctor import examine
 from tfscale.launcher.hosts import check_hosts
 from tfscale.launcher.plan import add_plan
-from tfscale.launcher.restarting import Job, RestartRule
+from tfscale.launcher.restarting import AskPlaces, Job, RestartRule
+from tfscale.monitor.exporter import listen
 from tfscale.native import cache as library
 from tfscale.native import mpi_library
 from tfscale.native.cores import count_cores
@@ -62,6 +63,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     what = "train an unchanged Keras script: each rank computes its part of each batch"
     add("--distribute", action="store_true", help=what)
     add_options_of_distribute(add, "for --distribute: ")
+    what = "serve metrics of the training for Prometheus, at rank 0's host"
+    add("--metrics", metavar="[HOST]:PORT", help=what)
     add("--dry-run", action="store_true", help="print the command, start nothing")
     quiet_help = "do not print numbers of the training at the end"
     add("--quiet", action="store_true", help=quiet_help)
@@ -87,6 +90,11 @@ def _read_spec(options: argparse.Namespace, environ: dict[str, str]) -> mpi_comm
         if not (name and equals):
             raise ConfigError(f"--env must be K=V. Received: --env {item}. Write --env K=V.")
         variables[name] = value
+    if options.metrics is not None:
+        parse_address(options.metrics, "--metrics")
+        variables[_METRICS] = options.metrics
+        token = variable_name("metrics_token")  # also to other hosts
+        variables |= {token: environ[token]} if token in environ and token not in variables else {}
     command = _read_command(options.command, needs_python=options.distribute)
     if options.distribute:
         command = _distributed(command, options)
@@ -117,6 +125,7 @@ def _read_command(command: Sequence[str], needs_python: bool) -> tuple[str, ...]
 
 # Python's option that hash() of texts depends on; it is read before a program starts.
 _HASH_SEED = "PYTHONHASHSEED"
+_METRICS = variable_name("metrics")
 # Options of `tfscale.transparent`, passed on from --distribute.
 _PASSED = ("exchange", "batch_norm", "seed", "all_output", "verify", "decode")
 
@@ -209,8 +218,10 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if options.dry_run else job.run()
 
 
-def prepare_job(options: argparse.Namespace) -> Job:
+def prepare_job(options: argparse.Namespace, ask_places: AskPlaces | None = None) -> Job:
     """Return the job that options of `tfscale run` ask for, ready to start; or only print it.
+
+    `ask_places` returns the places of a restart, where hosts are not those of the options.
 
     Raises:
         ConfigError: Options do not fit, or a host cannot start ranks.
@@ -221,11 +232,12 @@ def prepare_job(options: argparse.Namespace) -> Job:
     spec = _read_spec(options, environ)
     rule = RestartRule(options.restarts, options.min_np, _read_places(options), options.grace_s)
     mpi = mpi_command.choose_mpi(options.mpiexec, options.slurm)
-    job = Job(spec, mpi, rule, environ, options.verbose, closes=not options.quiet)
+    job = Job(spec, mpi, rule, environ, options.verbose, not options.quiet, ask_places)
     command = _show(job, spec)
     if options.dry_run:
         print(command)
         return job
+    _try_address(options, spec, rule.places, environ)
     _prepare_library(dataclasses.replace(spec, hosts=rule.places), mpi, environ)
     variables = {**environ, **(spec.environment or {})}
     if rule.places:
@@ -240,6 +252,22 @@ def prepare_job(options: argparse.Namespace) -> Job:
     if options.verbose and not options.quiet:  # the output may be piped into another program
         print(f"tfscale: {command}", file=sys.stderr, flush=True)
     return job
+
+
+def _try_address(
+    options: argparse.Namespace,
+    spec: mpi_command.LaunchSpec,
+    places: Places,
+    environ: dict[str, str],
+) -> None:
+    """Raise a ConfigError before ranks start if rank 0 cannot listen for readers of metrics.
+
+    On another host rank 0 itself finds out.
+    """
+    text = {**environ, **(spec.environment or {})}.get(_METRICS, "")
+    is_here = is_this_host(places[0][0]) if places else not (spec.is_slurm or spec.hostfile)
+    if text and is_here:
+        listen(text, _METRICS if options.metrics is None else "--metrics").close()
 
 
 def _prepare_library(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
+import inspect
 import json
 import os
 import selectors
@@ -22,7 +24,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from tfscale.comm.places import parse_places, require_hosts
 from tfscale.comm.process import discover
@@ -38,7 +40,7 @@ from tfscale.config import (
 )
 from tfscale.exchange import EXCHANGES
 from tfscale.files import read_json, write_atomically
-from tfscale.launcher import call, mpi_command
+from tfscale.launcher import agent, call, mpi_command
 from tfscale.launcher.hosts import END_FACTOR
 from tfscale.launcher.restarting import TERMINAL_VARIABLE
 
@@ -87,6 +89,7 @@ def run(
     all_output: bool = False,
     output_prefix: bool = False,
     env: Mapping[str, str] | None = None,
+    metrics: str | None = None,
     restarts: int | None = None,
     min_np: int | None = None,
     grace_s: float = 30.0,
@@ -125,6 +128,8 @@ def run(
         all_output: Show what ranks other than 0 print, too. Standard error is always shown.
         output_prefix: Print the rank before each line.
         env: Environment variables of the ranks in addition to those of this process.
+        metrics: Where rank 0 serves metrics of the training for Prometheus: ":9464" on this host
+            alone, or "HOST:PORT".
         restarts: Call the function again after a failure, so many times at most (0).
         min_np: Restarts may leave out the place of a rank that failed, down to so many ranks.
         grace_s: Seconds that ranks have to end after an interrupt.
@@ -154,45 +159,79 @@ def run(
         >>> tfscale.run(train, args=(0.5,), np=2)
         [(0, 1.0), (1, 1.0)]
     """
+    options = {**locals()}
+    for name in ("func", "args", "kwargs"):
+        del options[name]
+    options |= options.pop("horovod")
+    return call_on_ranks(func, args, kwargs, options)
+
+
+class Nodes(Protocol):
+    """Other hosts that the caller of a job reaches in its own way, without ssh or shared files."""
+
+    def serve(self, folder: Path) -> contextlib.AbstractContextManager[Mapping[str, Any]]:
+        """Start processes on nodes while this context is open; enter with options of the job.
+
+        These are `hosts`, `env` (a mapping) and `places_from`, the address at which
+        `agent.ask_places` asks for the places of a restart. `folder` has the function. When the
+        context is left, the results are there.
+        """
+
+
+def call_on_ranks(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    arguments: Mapping[str, Any],
+    nodes: Nodes | None = None,
+) -> list[Any]:
+    """Call a function on ranks as `run` does; see there.
+
+    Args:
+        func: The function.
+        args: Its arguments by position.
+        kwargs: Its arguments by name.
+        arguments: Other arguments of `run` by name; those that are missing have their defaults.
+        nodes: Where ranks start, instead of hosts that share the working folder.
+    """
     _require_no_rank()
-    arguments = {"np": np, "min_np": min_np, "restarts": restarts, **_read_horovod(horovod)}
+    known = inspect.signature(run).parameters.values()
+    options = {p.name: p.default for p in known if p.default is not p.empty}
+    for name in ("args", "kwargs"):
+        del options[name]
+    horovod = _read_horovod({n: v for n, v in arguments.items() if n not in options})
+    options |= {**{n: v for n, v in arguments.items() if n in options}, **horovod}
     require(callable(func), "func", "a function", func)
-    if distribute:
-        _check_choices(exchange, batch_norm, verify)
-    variables = {str(name): str(value) for name, value in (env or {}).items()}
-    if (start_s := arguments.pop("start_timeout", None)) is not None:
+    if options["distribute"]:
+        _check_choices(options["exchange"], options["batch_norm"], options["verify"])
+    variables = {str(name): str(value) for name, value in (options["env"] or {}).items()}
+    if (start_s := options.pop("start_timeout", None)) is not None:
         variables[variable_name("start_s")] = str(start_s / END_FACTOR)
-    size = _DEFAULT_SIZE if arguments["np"] is None and not slurm else arguments["np"]
-    options = {
+    size = options.pop("np")
+    size = _DEFAULT_SIZE if size is None and not options["slurm"] else size
+    all_output = options["all_output"]
+    options |= {
         "size": size if size is None else check_integer("np", size, 1),
-        "hosts": hosts,
-        "hostfile": hostfile,
-        "slurm": slurm,
-        "distribute": distribute,
-        "exchange": exchange,
-        "batch_norm": batch_norm,
-        "seed": seed,
-        "verify": verify,
-        "all_output": all_output and distribute,
-        "output_prefix": output_prefix,
-        "env": [f"{name}={value}" for name, value in variables.items()],
-        "restarts": arguments["restarts"] or 0,
-        "min_np": arguments["min_np"],
-        "grace_s": grace_s,
-        "bind_to": bind_to,
-        "mpiexec": mpiexec,
-        "quiet": quiet,
-        "verbose": bool(verbose),
+        "all_output": all_output and options["distribute"],
+        "restarts": options["restarts"] or 0,
+        "verbose": bool(options["verbose"]),
     }
-    shared = _shared_folder(hosts, hostfile, slurm, variables)
+    places = options["hosts"], options["hostfile"], options["slurm"]
+    shared = None if nodes is not None else _shared_folder(*places, variables)
     with tempfile.TemporaryDirectory(
         prefix=".tfscale-run-" if shared else "tfscale-run-", dir=shared, ignore_cleanup_errors=True
     ) as name:
         folder = Path(name)
         call.write_call(folder, func, args, kwargs or {}, all_output)
-        command = [sys.executable, "-m", call.__name__, name]
-        write_atomically(folder / _OPTIONS, json.dumps({**options, "command": command}))
-        code, was_interrupted = _run_starter(folder, is_terminal=not output_prefix)
+        command = [sys.executable, "-m", call.__name__, *([] if nodes is not None else [name])]
+        with contextlib.nullcontext({}) if nodes is None else nodes.serve(folder) as added:
+            options |= {**added, "command": command}
+            env = {**added.get("env", {}), **variables}
+            options["env"] = [f"{name}={value}" for name, value in env.items()]
+            write_atomically(folder / _OPTIONS, json.dumps(options))
+            code, was_interrupted = _run_starter(
+                folder, not options["output_prefix"], None if nodes is None else os.sep
+            )
         if was_interrupted:
             raise KeyboardInterrupt
         return _read_end(folder, code)
@@ -247,8 +286,11 @@ def _shared_folder(
 # The process between the caller and the ranks.
 
 
-def _run_starter(folder: Path, is_terminal: bool) -> tuple[int, bool]:
-    """Run the process that starts the ranks; return its exit code, and whether Ctrl-C ended it."""
+def _run_starter(folder: Path, is_terminal: bool, start_in: str | None) -> tuple[int, bool]:
+    """Run the process that starts the ranks; return its exit code, and whether Ctrl-C ended it.
+
+    Launchers need its working folder, `start_in` or the caller's, on every host.
+    """
     environ = dict(environment())
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -260,6 +302,7 @@ def _run_starter(folder: Path, is_terminal: bool) -> tuple[int, bool]:
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, str(folder), str(os.getpid())],
         env=environ,
+        cwd=start_in,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -356,7 +399,9 @@ def main(folder: Path, caller: int) -> None:
             write_atomically(folder / _END, json.dumps(_run_job(folder)))
     finally:
         if os.getppid() != caller:
-            shutil.rmtree(folder, ignore_errors=True)
+            address = (read_json(folder / _OPTIONS) or {}).get("places_from")
+            for left in (folder, *([Path(address).parent] if address else [])):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _run_job(folder: Path) -> dict[str, Any]:
@@ -365,9 +410,11 @@ def _run_job(folder: Path) -> dict[str, Any]:
     from tfscale.launcher import cli
 
     options = cli.parse(["run"])
-    vars(options).update(read_json(folder / _OPTIONS))
+    vars(options).update({"places_from": None, **read_json(folder / _OPTIONS)})
+    address = options.places_from
     try:
-        job = cli.prepare_job(options)
+        ask = functools.partial(agent.ask_places, address) if address else None
+        job = cli.prepare_job(options, ask)
         outcome = job.run_attempts()
     except (ConfigError, ExchangeError) as error:
         kind = ConfigError if isinstance(error, ConfigError) else ExchangeError

@@ -304,9 +304,12 @@ def new_job(environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return job, {**environ, JOB_VARIABLE: job}
 
 
-def find_processes(job: str) -> list[int]:
-    """Return the ids of this host's processes that belong to a job, zombies left out."""
-    marker = f"{JOB_VARIABLE}={job}".encode()
+def find_processes(job: str, variable: str = JOB_VARIABLE) -> list[int]:
+    """Return the ids of this host's processes that belong to a job, zombies left out.
+
+    They inherit the variable, whose value is the id of the job.
+    """
+    marker = f"{variable}={job}".encode()
     pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -321,7 +324,10 @@ def find_processes(job: str) -> list[int]:
 
 
 def end_processes(
-    job: str, grace_s: float = 2.0, keep: Callable[[int], bool] = lambda pid: False
+    job: str,
+    grace_s: float = 2.0,
+    keep: Callable[[int], bool] = lambda pid: False,
+    variable: str = JOB_VARIABLE,
 ) -> None:
     """End the processes of a job: SIGTERM first, SIGKILL after `grace_s`; wait until none is left.
 
@@ -329,7 +335,7 @@ def end_processes(
     """
 
     def find() -> list[int]:
-        return [pid for pid in find_processes(job) if not keep(pid)]
+        return [pid for pid in find_processes(job, variable) if not keep(pid)]
 
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
         deadline = time.monotonic() + patience_s

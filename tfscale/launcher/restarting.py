@@ -6,7 +6,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tfscale.comm.places import Places, spread
@@ -107,6 +107,8 @@ TERMINAL_VARIABLE = "TFSCALE_TERMINAL"
 # TensorFlow's level of messages; see also `ReportReader`.
 _LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _ANSWER_S = 20.0
+# Returns places; its argument is a function that says whether the job is to end.
+AskPlaces = Callable[[Callable[[], bool]], Places]
 
 
 class Job:
@@ -124,16 +126,18 @@ class Job:
         environ: Mapping[str, str],
         is_verbose: bool = False,
         closes: bool = True,
+        ask_places: AskPlaces | None = None,
     ) -> None:
         """Prepare a job from its first start (without the hosts of `rule`) and the environment.
 
         Raises ConfigError if the rule does not fit. `is_verbose` shows TensorFlow's start-up
-        messages; `closes` prints the numbers of the training at the end of the job.
+        messages; `closes` prints the numbers of the training at the end of the job; `ask_places`
+        returns the places of a restart, by default those of `rule` on hosts that answer.
         """
         check_rule(rule, spec)
         variables = {**environ, **(spec.environment or {})}
         self._is_quiet = not is_verbose and not variables.get(_LOG_LEVEL)
-        self._closes = closes
+        self._closes, self._ask_places = closes, ask_places
         self._start_s = setting("start_s", variables)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
         self._places: Places = rule.places or (("", spec.size),)
@@ -216,7 +220,7 @@ class Job:
         """Prepare another attempt and say why it follows; return False where it cannot start."""
         stop.sleep(pause_s(max(0, self._n_short - 1)))
         lost = lost_place(outcome, self._next_spec().hosts)
-        places = next_places(self._find_places(), lost, self._rule, self._spec.size)
+        places = next_places(self._find_places(stop), lost, self._rule, self._spec.size)
         if stop.first is not None or places is None:
             return False
         self.n_restarts, self._places = self.n_restarts + 1, places
@@ -226,7 +230,9 @@ class Job:
         )
         return True
 
-    def _find_places(self) -> Places:
+    def _find_places(self, stop: StopRequest) -> Places:
+        if self._ask_places is not None:
+            return self._ask_places(lambda: stop.first is not None)
         if len(self._places) < 2:
             return self._places  # The restart itself shows whether a single host answers.
         return tuple((name, n) for name, n in self._places if self._answers(name))

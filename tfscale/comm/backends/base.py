@@ -141,6 +141,20 @@ class Changes:
     is_coded: tuple[bool, ...]
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds that ranks have waited, and bytes exchanged, since the job began.
+
+    Attributes:
+        waited_s: For each rank, the seconds in which it had begun a collective and a rank that it
+            needed had not. Other ranks report theirs once a second. Empty if not counted.
+        n_bytes: Bytes that this rank has given to collectives.
+    """
+
+    waited_s: tuple[float, ...] = ()
+    n_bytes: int = 0
+
+
 # Rows of all members, and the number of rows that came from each (int64).
 Rows = tuple[tf.Tensor, tf.Tensor]
 
@@ -317,6 +331,10 @@ class Backend(Protocol):
     def event_array(self) -> np.ndarray:
         """Return the collectives and stamps that ended since the last call, as `Event` records."""
         return np.zeros(0)
+
+    def traffic(self) -> Traffic:
+        """Return what was counted, if TFSCALE_METRICS is set; from any thread."""
+        return Traffic()
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
         """Record, each time the function runs, the time when it has updated the variables.

@@ -27,6 +27,7 @@ from tfscale.comm.backends.base import (
     Reduction,
     Rows,
     Tensors,
+    Traffic,
 )
 from tfscale.comm.backends.slots import Slots
 from tfscale.comm.software import versions
@@ -41,6 +42,7 @@ logger = logging.getLogger("tfscale")
 
 _WORLD = -1  # instead of the Fortran handle of a communicator
 _MAX_MESSAGE_BYTES = 1 << 30  # MPI counts in 32 bits
+_REPORT_S = 1.0  # of waiting to rank 0, where metrics are served
 _EVENTS_KEPT = 65536  # by the engine, see custom_ops/comm/engine.cc
 _STDERR = 2
 # A real-time signal, which Python and launchers do not use, and not one of those glibc uses.
@@ -55,7 +57,7 @@ class EngineOptions(ctypes.Structure):
     """Mirror of `EngineOptions` in custom_ops/comm/options.h."""
 
     _fields_ = (
-        *_fields(ctypes.c_double, "stall_warning_s", "stall_shutdown_s"),
+        *_fields(ctypes.c_double, "stall_warning_s", "stall_shutdown_s", "report_s"),
         *_fields(ctypes.c_int64, "max_message_bytes", "chunk_bytes", "window_bytes"),
         *_fields(ctypes.c_int64, "host_memory_bytes"),
         *_fields(ctypes.c_int32, "reduce_threads", "pin_core", "ranks_per_host", "stack_signal"),
@@ -104,6 +106,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "num_failed": (ctypes.c_int64, ()),
     "drain": (None, ()),
     "take_events": (ctypes.c_int64, (ctypes.POINTER(Event), ctypes.c_int64)),
+    "traffic": (ctypes.c_int64, (ctypes.POINTER(ctypes.c_double), ctypes.c_int64)),
     "clock_ns": (ctypes.c_int64, ()),
 }
 
@@ -232,6 +235,7 @@ class EngineBackend(Backend):
         options = EngineOptions(
             stall_warning_s=settings.stall_warning_s,
             stall_shutdown_s=settings.stall_shutdown_s,
+            report_s=_REPORT_S if settings.metrics else 0.0,
             max_message_bytes=_MAX_MESSAGE_BYTES,
             chunk_bytes=settings.chunk_bytes,
             window_bytes=settings.window_bytes,
@@ -427,6 +431,11 @@ class EngineBackend(Backend):
     def event_array(self) -> np.ndarray:
         taken = self._library.call("take_events", self._events, len(self._events))
         return np.frombuffer(self._events, np.dtype(Event), taken).copy()
+
+    def traffic(self) -> Traffic:
+        waited_s = (ctypes.c_double * self.size)()
+        n_bytes = self._library.call("traffic", waited_s, self.size)
+        return Traffic(tuple(waited_s), n_bytes)
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
         self._ops.tfscale_stamp(after=list(handles), plan=plan, slot=slot)

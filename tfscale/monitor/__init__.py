@@ -1,0 +1,1 @@
+"""Numbers of a running training for Prometheus and Kubeflow: without TensorFlow and MPI."""
