@@ -109,6 +109,7 @@ DIRECT = {
     " unit/test_global_batches_records"
     " unit/test_optimizer_settings",
     "fit/batches": "unit/test_batches",
+    "internals/row_maps": "unit/test_row_maps",
     "transparent/differences": "unit/test_step_differences",
     "transparent/verify": "parallel/cases_verify unit/test_step_differences",
     # Adaptations of Keras and TensorFlow, which differ between their versions.

@@ -1,9 +1,9 @@
 """Shares of global batches: the rows that this rank computes within a traced or eager step.
 
 With `tfscale.distribute`, and where batches of a dataset grow, every rank reads whole global
-batches, as one process would, and its step cuts out the rank's own rows. What averages over the
-rows of a batch (losses, gradients, metrics of scalars) needs the share's weight, because the shares
-of a batch may differ by one row.
+batches, as one process would, and its step cuts out the rank's own rows, unless the data has made
+these alone (`RowsOfBatch`). What averages over the rows of a batch (losses, gradients, metrics of
+scalars) needs the share's weight, because the shares of a batch may differ by one row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -60,6 +60,21 @@ class Share:
     def weight(self, dtype: Any) -> tf.Tensor:
         """Return rows / (total / size), the weight of this rank's mean in the mean over ranks."""
         return tf.cast(self.rows, dtype) * runtime.size() / tf.cast(self.total, dtype)
+
+
+class RowsOfBatch(NamedTuple):
+    """The rows of a global batch that this rank computes, of data that made only these.
+
+    Attributes:
+        rows: The parts of the batch, as `cut` returns them.
+        digest: An int64 that differs for other batches, of all rows before they were mapped.
+        places: A tensor of shape [rows of the global batch, 0]: that number is static if it is so
+            in the data.
+    """
+
+    rows: Any
+    digest: tf.Tensor
+    places: tf.Tensor
 
 
 _are_used = False
@@ -181,7 +196,8 @@ def share_of(batch: Any) -> Share | None:
     ranks does not divide it; with fewer rows than ranks the last ranks have none. Parts with other
     numbers of rows are cut by these numbers, of which each must be a multiple of the ranks.
     """
-    with_rows = [leaf for leaf in keras.tree.flatten(batch) if _has_rows(leaf)]
+    parts = batch.places if isinstance(batch, RowsOfBatch) else batch
+    with_rows = [leaf for leaf in keras.tree.flatten(parts) if _has_rows(leaf)]
     if not with_rows:
         return None
     first = with_rows[0]
@@ -209,6 +225,8 @@ def share_of(batch: Any) -> Share | None:
 
 def cut(batch: Any, share: Share) -> Any:
     """Return the rows that this rank computes of all tensors of a batch; others are unchanged."""
+    if isinstance(batch, RowsOfBatch):
+        return batch.rows
 
     def rows_of(leaf: Any) -> Any:
         if not _has_rows(leaf):

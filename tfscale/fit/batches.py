@@ -1,15 +1,19 @@
-"""Batches that every rank reads: made in an order of their own, and compared between ranks.
+"""Batches that all ranks read: made in an order of their own, by rows, and compared between ranks.
 
-Every rank reads the same batches under `tfscale.distribute`, and where those of a dataset grow. A
-digest of all batches so far is kept in a variable. The first batches of a `fit` are compared before
-they are computed; then 32 signs that follow from the digest are sent with the first gradients of
-each step, in the same message. The batches of `evaluate` and `predict` are compared when these end.
+Every rank reads the same batches under `tfscale.distribute`, and where those of a dataset grow.
+Under `tfscale.distribute` the maps of a dataset run on the rank's rows only, where its steps allow
+(`RowPipelines`). A digest of all batches so far is kept in a variable. The first batches of a `fit`
+are compared before they are computed; then 32 signs that follow from the digest are sent with the
+first gradients of each step, in the same message. The batches of `evaluate` and `predict` are
+compared when these end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -17,8 +21,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
-from tfscale.exchange.batch_shares import Rider
+from tfscale.exchange import batch_shares as shares
+from tfscale.exchange.batch_shares import Rider, RowsOfBatch
 from tfscale.internals.datasets import GENERATOR, Step, iterate_in_order, steps_of
+from tfscale.internals.row_maps import RowMaps, UnmovedError
 
 logger = logging.getLogger("tfscale")
 
@@ -83,6 +89,93 @@ def _why_raced(step: Step) -> str:
     if step.writes:
         return f"changes variables ({', '.join(step.writes)}) while elements are prefetched"
     return "has no order (deterministic=False)"
+
+
+# Pipelines whose maps run on this rank's rows.
+
+
+class RowPipelines:
+    """Datasets of batches of which each rank maps its own rows, where their steps allow."""
+
+    def __init__(self) -> None:
+        # Those of rows, None if whole batches are needed, and their fingerprints.
+        self._known: weakref.WeakKeyDictionary[Any, tuple[tf.data.Dataset | None, int]]
+        self._known = weakref.WeakKeyDictionary()
+        self._told: set[str] = set()
+        self._is_off = False
+
+    @contextlib.contextmanager
+    def switched_off(self, is_off: bool) -> Iterator[None]:
+        """Serve whole batches within a block if `is_off`."""
+        before, self._is_off = self._is_off, is_off
+        try:
+            yield
+        finally:
+            self._is_off = before
+
+    def serve(self, get: Callable[[Any], Any], adapter: Any) -> Any:
+        """Return the dataset of a Keras adapter, or that of this rank's rows. Collective.
+
+        Args:
+            get: Keras's method of the adapter, which returns the dataset that it was given.
+            adapter: The adapter.
+        """
+        dataset = get(adapter)
+        if self._is_off or not isinstance(dataset, tf.data.Dataset):
+            return dataset
+        if dataset not in self._known:
+            self._known[dataset] = self._on_own_rows(dataset)
+        served, fingerprint = self._known[dataset]
+        by_rank = objects.allgather_object(fingerprint, name="maps of a dataset")
+        if by_rank.count(fingerprint) == len(by_rank):
+            return dataset if served is None else served
+        # If the batches differ, too, their comparison tells why.
+        self._tell("names of files, or constants or tables of its maps, differ between ranks")
+        return dataset
+
+    def _on_own_rows(self, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset | None, int]:
+        """Return a dataset of this rank's rows, None if there is none, and its fingerprint."""
+        try:
+            maps = RowMaps.of(dataset)
+            if maps is not None:
+                served = maps.on_chosen_rows(_own_rows, _n_rows, _joined)
+                return served, maps.fingerprint()
+        except UnmovedError as error:
+            self._tell(str(error))
+        except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
+            self._tell(f"its steps cannot be read ({type(error).__name__}: {error})")
+        return None, 0
+
+    def _tell(self, reason: str) -> None:
+        if runtime.rank() > 0 or reason in self._told:
+            return
+        self._told.add(reason)
+        logger.warning(
+            "Each rank prepares whole batches of a dataset, not only its rows: %s. See "
+            "docs/distribute.md.",
+            reason,
+        )
+
+
+def _own_rows(batch: Any) -> tuple[Any, dict[str, tf.Tensor]]:
+    """Return the elements of a batch that this rank maps, and what describes the whole batch."""
+    share = shares.share_of(batch)
+    assert share is not None  # a batch has rows
+    digest = tf.constant(0, tf.int64)
+    for leaf in tf.nest.flatten(batch):
+        digest = digest * _FACTOR + digest_of(leaf)
+    return shares.cut(batch, share), {"digest": digest, "total": tf.cast(share.total, tf.int64)}
+
+
+def _n_rows(total: int) -> int:
+    share = shares.share_of(np.zeros((total, 0)))
+    assert share is not None
+    return int(share.computed)
+
+
+def _joined(rows: Any, notes: dict[str, tf.Tensor], total: int | None) -> RowsOfBatch:
+    places = tf.zeros([notes["total"] if total is None else total, 0])
+    return RowsOfBatch(rows, notes["digest"], places)
 
 
 def cause_of(data: Any) -> str:
@@ -209,6 +302,9 @@ class BatchComparison:
 
     def _digests_of(self, batch: Any) -> tf.Tensor:
         """Return a digest of each argument, shape [3]."""
+        if isinstance(batch, RowsOfBatch):
+            self._named = ("data", *_ARGUMENTS[1:])
+            return tf.stack([batch.digest, *[tf.constant(0, tf.int64)] * 2])
         parts = batch if isinstance(batch, tuple) else (batch,)
         self._named = _ARGUMENTS if isinstance(batch, tuple) else ("data", *_ARGUMENTS[1:])
         digests = [self._digest_of_part(part) for part in parts[: len(_ARGUMENTS)]]

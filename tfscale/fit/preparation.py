@@ -196,6 +196,9 @@ def build_optimizer(model: keras.Model) -> None:
 
 def build_from_data(model: keras.Model) -> None:
     """Build model, losses and metrics from the element spec of the data of the running `fit`."""
-    internals.build_from_spec(
-        model, lambda: internals.batch_spec_of(session_for(model).call.epochs)
-    )
+
+    def spec_of_batch() -> Any:
+        spec = internals.batch_spec_of(session_for(model).call.epochs)
+        return spec.rows if isinstance(spec, batch_shares.RowsOfBatch) else spec
+
+    internals.build_from_spec(model, spec_of_batch)

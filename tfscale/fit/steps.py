@@ -28,7 +28,7 @@ from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum, global_process_set
 from tfscale.config import ConfigError
 from tfscale.exchange import batch_shares as shares
-from tfscale.exchange.batch_shares import Share
+from tfscale.exchange.batch_shares import RowsOfBatch, Share
 from tfscale.exchange.sync_batch_norm import global_moments
 from tfscale.fit.batches import BatchComparison
 from tfscale.fit.metric_updates import is_updating, updating
@@ -94,13 +94,16 @@ def on_all_rows(step: Callable[[Any], Any], look: Look) -> Callable[[Any], Any]:
             part = shares.cut(batch, share)
         with shares.entering(share):
             outputs = step(part)
-        if not all(map(_can_gather, keras.tree.flatten(outputs))):
-            return step(batch)  # every rank computes all
 
         def gather(rows: tf.Tensor) -> tf.Tensor:
             return collectives.allgather(share.counted(rows), name="rows of predict")
 
-        return keras.tree.map_structure(gather, outputs)
+        if all(map(_can_gather, keras.tree.flatten(outputs))):
+            return keras.tree.map_structure(gather, outputs)
+        if isinstance(batch, RowsOfBatch):
+            _require_gathered(part)
+            batch = keras.tree.map_structure(gather, part)
+        return step(batch)  # every rank computes all
 
     step_on_all_rows.plain_step = step  # type: ignore[attr-defined]
     return step_on_all_rows
@@ -173,6 +176,16 @@ def _step_in_fit_of(model: keras.Model) -> _StepInFit | None:
 def plain_step(step: Any) -> Any:
     """Return the step on whole batches that one of a model is made of; None if it is not."""
     return getattr(step, "plain_step", None)  # also of what wraps it by functools.wraps
+
+
+def _require_gathered(rows: Any) -> None:
+    for part in keras.tree.flatten(rows):
+        if not _can_gather(part):
+            raise ConfigError(
+                "decode must be 'batches' for a model with such outputs, each of which all ranks "
+                f"compute. Received: decode='rows', and inputs of {part.dtype.name}. Pass "
+                "decode='batches' to tfscale.distribute, or --decode batches."
+            )
 
 
 def _can_gather(output: Any) -> bool:

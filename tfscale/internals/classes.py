@@ -5,8 +5,9 @@ and `predict_step` of one model; `Model._aggregate_additional_loss`; `BatchNorma
 `keras.src.losses.loss.reduce_weighted_values` and `apply_mask`;
 `keras.src.losses.losses.LossFunctionWrapper`, its `fn` and `_fn_kwargs`; the functions of
 `keras.src.backend.tensorflow.random`; `Model._flatten_metrics_in_order`;
-`keras.src.backend.config.keras_home`. Of TensorFlow 2.18 and 2.21: `tf.train.Checkpoint._write`,
-and functions of `gen_random_ops`, which `tf.random`, `tf.image.random_*` and `tf.nn` call.
+`keras.src.backend.config.keras_home`; `TFDatasetAdapter.get_tf_dataset`. Of TensorFlow 2.18 and
+2.21: `tf.train.Checkpoint._write`, and functions of `gen_random_ops`, which `tf.random`,
+`tf.image.random_*` and `tf.nn` call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from keras.src.backend.config import keras_home
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_losses
 from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.trainers.data_adapters import tf_dataset_adapter
 from tensorflow.python.ops import gen_random_ops
 
 from tfscale.internals.stack import is_called_by_program
@@ -144,6 +146,10 @@ class Patches:
         self.wrap(tf.train.Checkpoint, "_write", around)
 
     # Places of Keras.
+
+    def wrap_datasets(self, around: Around) -> None:
+        """Wrap the method that gives a `tf.data.Dataset` to the loop of `fit` and the like."""
+        self.wrap(tf_dataset_adapter.TFDatasetAdapter, "get_tf_dataset", around)
 
     def wrap_model(self, **arounds: Around) -> None:
         """Wrap methods of `keras.Model`, so of all models, by name."""

@@ -24,10 +24,13 @@ _DRAWS = re.compile(
     r"|Multinomial|SampleDistorted|StatefulUniform|StatefulStandardNormal|StatefulTruncated"
     r"|StatefulRandom|NonDeterministicInts|Rng)"
 )
-_WRITES = re.compile(r"(?:Assign\w*VariableOp|Resource(?:Scatter|Apply)\w+|Rng|Stateful)")
+_WRITES = re.compile(
+    r"(?:Assign\w*VariableOp|Resource(?:Scatter|Apply)\w+|Rng|Stateful(?!PartitionedCall))"
+)
 _PYTHON = re.compile(r"(?:Eager)?PyFunc$")
 _FUNCTION_NAME = re.compile(r"Dataset_(flat_map|[a-z]+)_(.+)_\d+$")
 GENERATOR = "flat_map (flat_map_fn)"  # the function of Dataset.from_generator
+_METHODS = {"TensorSlice": "from_tensor_slices", "Tensor": "from_tensors"}
 
 
 @dataclass(frozen=True)
@@ -74,18 +77,15 @@ def steps_of(dataset: tf.data.Dataset) -> list[Step]:
             is_loose = is_loose or is_unordered(each)
         if not functions and not is_loose:
             continue
-        kind = _kind_of(each)
-        names, ops = [], set()
+        kind = kind_of(each)
+        ops = set()
         for function in functions:
             concrete = getattr(function, "function", None)
-            if concrete is None:
-                continue
-            found = _FUNCTION_NAME.search(_text(concrete.name))
-            names.append(f"{found[1]} ({found[2]})" if found else "")
-            ops |= set(_op_types(concrete.graph.as_graph_def()))
+            if concrete is not None:
+                ops |= set(op_types(concrete.graph.as_graph_def()))
         steps.append(
             Step(
-                name=next(filter(None, names), kind),
+                name=name_of(each),
                 is_parallel="Parallel" in kind
                 or "MapAndBatch" in kind
                 or any(re.match(r"Parallel\w+Dataset", op) for op in ops),
@@ -98,11 +98,22 @@ def steps_of(dataset: tf.data.Dataset) -> list[Step]:
     return steps
 
 
+def name_of(dataset: Any) -> str:
+    """Return the method that made a step of a dataset, and its function if it is known."""
+    for function in dataset._functions() if hasattr(dataset, "_functions") else []:
+        concrete = getattr(function, "function", None)
+        name = None if concrete is None else _FUNCTION_NAME.search(_text(concrete.name))
+        if name:
+            return f"{name[1]} ({name[2]})"
+    kind = kind_of(dataset).removeprefix("Parallel")
+    return _METHODS.get(kind, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower())
+
+
 def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def _op_types(graph: Any) -> Iterator[str]:
+def op_types(graph: Any) -> Iterator[str]:
     """Yield the type of each op of a graph, and of the functions that it calls."""
     yield from (node.op for node in graph.node)
     for function in graph.library.function:
@@ -171,7 +182,7 @@ def batch_rows_of(dataset: tf.data.Dataset) -> int | None:
     static = {spec.shape[0] for spec in _specs_of(dataset) if spec.shape.rank} - {None}
     if len(static) == 1:
         return int(static.pop())
-    kind, inputs = _kind_of(dataset), inputs_of(dataset)
+    kind, inputs = kind_of(dataset), inputs_of(dataset)
     if kind in _BATCHES:
         size = tf.get_static_value(dataset._batch_size)
         return None if size is None else int(size)
@@ -192,7 +203,7 @@ def rows_of(dataset: tf.data.Dataset) -> int:
         return INFINITE if n_batches == INFINITE else UNKNOWN
     if has_full_batches(dataset):
         return n_batches * size
-    kind, inputs = _kind_of(dataset), inputs_of(dataset)
+    kind, inputs = kind_of(dataset), inputs_of(dataset)
     if kind in _BATCHES:
         return max(int(inputs[0].cardinality()), UNKNOWN)
     if kind in _SAME_ROWS:
@@ -258,7 +269,8 @@ def _specs_of(dataset: tf.data.Dataset, kind: Any = tf.TypeSpec) -> list[Any]:
     return [spec for spec in specs if hasattr(spec, "shape") and isinstance(spec, kind)]
 
 
-def _kind_of(dataset: tf.data.Dataset) -> str:
+def kind_of(dataset: tf.data.Dataset) -> str:
+    """Return the name of the class of a step, such as "ParallelMap"."""
     return type(dataset).__name__.strip("_").removesuffix("Dataset")
 
 
@@ -267,7 +279,7 @@ def _kinds_after_rows(dataset: tf.data.Dataset) -> Iterator[str]:
     steps = [dataset]
     while steps:
         step = steps.pop()
-        kind = _kind_of(step)
+        kind = kind_of(step)
         yield kind
         if kind not in _BATCHES:
             steps.extend(inputs_of(step))

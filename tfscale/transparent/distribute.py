@@ -4,6 +4,7 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 
 * `fit` gets `callbacks.Synchronize` and wraps optimizers in `DistributedOptimizer`;
 * every rank reads the same global batches, and a step computes the rank's rows (`fit/steps.py`);
+  the maps of a dataset run on these rows alone, where its steps allow (`fit/batches.py`);
 * `evaluate`, `train_on_batch` and `test_on_batch` return metrics of all rows, `predict` all rows;
 * callbacks that write run on rank 0 (`files.WrittenOnce`, a `RankZero`), and so does `model.save`.
 """
@@ -24,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, Synchronize
+from tfscale.callbacks.batch_size_schedule import ChangingBatchSize
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.eager import raise_own_errors
@@ -32,7 +34,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
 from tfscale.fit import steps
-from tfscale.fit.batches import BatchComparison, OrderedPipelines
+from tfscale.fit.batches import BatchComparison, OrderedPipelines, RowPipelines
 from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import running_session
@@ -58,6 +60,7 @@ from tfscale.transparent.files import WrittenOnce, share_logs
 from tfscale.transparent.verify import Verifier, Verify, require_verify
 
 BatchNorm = Literal["global", "local"]
+Decode = Literal["rows", "batches"]
 
 _WRITING = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 # Packages whose callbacks write or send, and leave the model as it is.
@@ -80,6 +83,7 @@ def distribute(
     seed: int | None = None,
     all_output: bool = False,
     verify: Verify = "first",
+    decode: Decode = "rows",
 ) -> Distributed:
     """Let this script's Keras models train on all ranks as they would in one process.
 
@@ -102,6 +106,9 @@ def distribute(
         verify: Which steps are also computed as one process does, and compared, before they run:
             "first", that of each function of a model in `fit`, `evaluate` and `predict`; a number
             N, that and every N-th; "off", none. With batch_norm="local" none is.
+        decode: What each rank makes of a `tf.data.Dataset`: "rows", its own rows of each batch
+            where the steps allow, that is, `map` without state before `batch`; "batches", whole
+            batches, of which it then takes its rows.
 
     Returns:
         An object whose `undo()` restores Keras, except for optimizers that were wrapped.
@@ -124,6 +131,7 @@ def distribute(
     allowed = get_args(BatchNorm)
     require(batch_norm in allowed, "batch_norm", "'global' or 'local'", batch_norm)
     require_verify(verify)
+    require(decode in get_args(Decode), "decode", "'rows' or 'batches'", decode)
     resolve(exchange)
     began_s = time.time()
     init()
@@ -132,7 +140,7 @@ def distribute(
         seed = objects.broadcast_object(drawn, 0, name="seed")
     keras.utils.set_random_seed(seed)
     if _running is None:
-        _running = Distributed(exchange, batch_norm, all_output, verify, began_s)
+        _running = Distributed(exchange, batch_norm, all_output, verify, decode, began_s)
     return _running
 
 
@@ -145,6 +153,7 @@ class Distributed:
         batch_norm: BatchNorm,
         all_output: bool,
         verify: Verify,
+        decode: Decode,
         began_s: float,
     ) -> None:
         self._exchange, self._patches = exchange, Patches()
@@ -156,6 +165,7 @@ class Distributed:
         self._updated_by: weakref.WeakSet[Any] = weakref.WeakSet()  # rules inside of wrappers
         self._stdout: int | None = None
         self._environment: dict[str, str | None] = {}  # what was there before
+        self._pipelines = RowPipelines()
         if runtime.size() == 1:
             return
         # Statistics of each rank's rows give other results on purpose.
@@ -181,6 +191,8 @@ class Distributed:
         self._patches.wrap(keras.optimizers.Optimizer, "apply", self._apply)
         self._patches.wrap_strategies(_without_replicas, _without_workers)
         self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().iterate)
+        if decode == "rows":
+            self._patches.wrap_datasets(self._pipelines.serve)
         strategy = resolve(exchange).within_group()
         files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
         shares.use(True)
@@ -287,7 +299,10 @@ class Distributed:
         _require_equal_arguments(arguments, "fit")
         arguments["callbacks"] = for_ranks(arguments["callbacks"])
         batches.expect(arguments["x"], "fit")
-        history = fit(model, **arguments)
+        # Growing batches are made of whole ones.
+        sizes = (isinstance(c, ChangingBatchSize) for c in arguments["callbacks"])
+        with self._pipelines.switched_off(any(sizes)):
+            history = fit(model, **arguments)
         # Groups exchange nothing in most steps.
         batches.require_equal(has_stopped=model.stop_training)
         return history

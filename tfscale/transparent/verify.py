@@ -152,10 +152,11 @@ class Verifier:
         Args:
             model: The model, whose steps are those of `steps.on_share` and `steps.on_all_rows`.
             kind: The step.
-            batch: The whole batch, the same on all ranks.
+            batch: The whole batch, the same on all ranks, or this rank's rows of it.
             spec: Its element spec, with which the step itself will be traced.
         """
         self._compare_batch(model, f"{kind}_step", batch)
+        batch, spec = _whole(batch, spec)
         step = getattr(model, f"{kind}_step")
         plain, share = steps.plain_step(step), shares.share_of(batch)
         if plain is None or share is None:
@@ -341,6 +342,25 @@ def _without_optionals(batch: Any) -> Any:
     """Return a batch, or its spec, with None in place of `tf.experimental.Optional`."""
     missing = (tf.experimental.Optional, tf.OptionalSpec)
     return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, batch)
+
+
+def _whole(batch: Any, spec: Any) -> tuple[Any, Any]:
+    """Return a batch and its spec, made of the rows of all ranks if they are apart. Collective."""
+    if not isinstance(batch, shares.RowsOfBatch):
+        return batch, spec
+    share = shares.share_of(batch)
+    assert share is not None
+    # As objects: rows may be texts, which no other collective sends.
+    own = [leaf.numpy()[: int(share.rows)] for leaf in tf.nest.flatten(batch.rows)]
+    by_rank = objects.allgather_object(own, name="rows of a tried step")
+    leaves = [
+        tf.convert_to_tensor(np.concatenate(of_ranks)) for of_ranks in zip(*by_rank, strict=True)
+    ]
+    n_rows = spec.places.shape[0]
+    whole_spec = tf.nest.map_structure(
+        lambda part: tf.TensorSpec([n_rows, *part.shape[1:]], part.dtype), spec.rows
+    )
+    return tf.nest.pack_sequence_as(batch.rows, leaves), whole_spec
 
 
 def _as_tensors(batch: Any) -> Any:
