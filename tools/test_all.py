@@ -48,7 +48,7 @@ class Unit:
         name: For the table, and for `--only`.
         minutes: What it usually takes on two cores.
         words: Arguments of pytest, or of the tool.
-        tool: The file in `tools/` that runs instead of pytest, or "".
+        tool: What runs instead of pytest: a file in `tools/`, or "make"; "" for pytest.
         is_of_sources: It reads the sources, and runs in their folder.
     """
 
@@ -94,6 +94,7 @@ UNITS = (
     Unit("emulated cluster", 7.0, ("tests/cluster",)),
     Unit("Horovod's contract", 14.0, ("tests/horovod_contract",)),
     Unit("lowest versions", 14.0, ("lowest",), tool="test_versions.py"),
+    Unit("Ray", 8.0, ("test-ray",), tool="make"),
 )
 
 
@@ -117,7 +118,9 @@ def parse_part(text: str) -> tuple[int, int]:
 def run(unit: Unit, folder: Path, python: Path, more: Sequence[str]) -> int:
     """Run a unit, in a folder without the library's sources if it can; return its exit status."""
     if unit.tool:
-        command = [sys.executable, str(ROOT / "tools" / unit.tool), *unit.words]
+        is_file = unit.tool.endswith(".py")
+        program = [sys.executable, str(ROOT / "tools" / unit.tool)] if is_file else [unit.tool]
+        command = [*program, *unit.words]
         return subprocess.run(command, cwd=ROOT).returncode
     interpreter = sys.executable if unit.is_of_sources else str(python.absolute())
     command = [interpreter, "-m", "pytest", *unit.words, *more]

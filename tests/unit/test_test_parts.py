@@ -1,6 +1,8 @@
 """The units of `make test-all` and how they are dealt out."""
 
 import argparse
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,19 @@ def test_every_unit_is_in_exactly_one_part_and_parts_are_about_as_long():
 
 def test_every_folder_of_tests_is_run():
     named = {word for unit in parts.UNITS for word in unit.words if word.startswith("tests/")}
+    makefile = (TESTS.parent / "Makefile").read_text()
+    for unit in parts.UNITS:
+        if unit.tool == "make":  # its target says which tests
+            (recipe,) = re.findall(rf"^{unit.words[0]}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+            named |= set(re.findall(r"tests/\S+", recipe))
     paths = {p.relative_to(TESTS.parent) for p in TESTS.glob("*/test_*.py")}
     left_out = {p for p in paths if not named & {str(p), str(p.parent)}}
     assert {p.parent.name for p in left_out} == {"bench"}  # part of `make check`
+
+
+def test_ci_begins_with_every_unit_in_turn():
+    """Its `--first` grows by 5 with each commit."""
+    assert math.gcd(5, len(parts.UNITS)) == 1
 
 
 def test_parts_are_read():

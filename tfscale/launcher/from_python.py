@@ -86,6 +86,7 @@ def run(
     batch_norm: str | None = None,
     seed: int | None = None,
     verify: str | int | None = None,
+    decode: str | None = None,
     all_output: bool = False,
     output_prefix: bool = False,
     env: Mapping[str, str] | None = None,
@@ -125,6 +126,7 @@ def run(
         batch_norm: For `distribute`: "global" or "local".
         seed: For `distribute`: seed of Python, NumPy, TensorFlow and Keras.
         verify: For `distribute`: steps to verify, "off", "first" or a number.
+        decode: For `distribute`: what a rank makes of a `tf.data.Dataset`, "rows" or "batches".
         all_output: Show what ranks other than 0 print, too. Standard error is always shown.
         output_prefix: Print the rank before each line.
         env: Environment variables of the ranks in addition to those of this process.
@@ -203,7 +205,7 @@ def call_on_ranks(
     options |= {**{n: v for n, v in arguments.items() if n in options}, **horovod}
     require(callable(func), "func", "a function", func)
     if options["distribute"]:
-        _check_choices(options["exchange"], options["batch_norm"], options["verify"])
+        _check_choices(*(options[name] for name in ("exchange", "batch_norm", "verify", "decode")))
     variables = {str(name): str(value) for name, value in (options["env"] or {}).items()}
     if (start_s := options.pop("start_timeout", None)) is not None:
         variables[variable_name("start_s")] = str(start_s / END_FACTOR)
@@ -262,7 +264,7 @@ def _read_horovod(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {_RENAMED[n]: v for n, v in arguments.items() if n in _RENAMED and v is not None}
 
 
-def _check_choices(exchange: Any, batch_norm: Any, verify: Any) -> None:
+def _check_choices(exchange: Any, batch_norm: Any, verify: Any, decode: Any) -> None:
     names = ", ".join(EXCHANGES)
     remedy = "Others are arguments of tfscale.distribute, which the function may call itself."
     is_choice = exchange is None or (isinstance(exchange, str) and exchange in EXCHANGES)
@@ -271,6 +273,7 @@ def _check_choices(exchange: Any, batch_norm: Any, verify: Any) -> None:
     require(is_choice, "batch_norm", "'global' or 'local'", batch_norm)
     is_choice = verify in (None, "off", "first") or (type(verify) is int and verify > 0)
     require(is_choice, "verify", "'off', 'first' or a number of steps", verify)
+    require(decode in (None, "rows", "batches"), "decode", "'rows' or 'batches'", decode)
 
 
 def _shared_folder(
