@@ -65,7 +65,7 @@ n=32 | | steps and epochs must be the same on all ranks. Received: steps=
 **batches(2) | **batches(1) | Received: seed=1 on rank {rest} and seed=2 on rank {last}
 run_eagerly=True | | Received: run_eagerly=False on
 callbacks=[AVERAGE] | | no number 0 on rank {rest} and number 0: MetricAverageCallback
-**scheduled(24) | **scheduled(12) | sizes={{1: 12}}) on rank {rest} and
+**scheduled(24) | **scheduled(12) | sizes={{1: 12}}, sharded=False) on rank {rest} and
 **growing(interval=1) | **growing(interval=2) | : AdaptiveBatchSize(
 **averaged(2) | **averaged(1) | ParameterAveraging(every_n_epochs=1,
 callbacks=[Drift(), CHECK] | callbacks=[Drift(), CHECK] | /bias (variable

@@ -58,5 +58,9 @@ def case_checkpoints_of_earlier_code_resume():
             weights, batches = resumed(name, folder)
         assert batches == [3, 4]
         # One rank draws other numbers for dropout than two.
-        for own, end in zip(weights, ends[name], strict=True) if tfscale.size() == 2 else ():
+        pairs = list(zip(weights, ends[name], strict=True)) if tfscale.size() == 2 else []
+        # BatchNormalization takes away the bias before it: its gradient is what a processor rounds,
+        # and Adam makes steps of full length of that.
+        del pairs[1:2]
+        for own, end in pairs:
             np.testing.assert_allclose(own, end, rtol=1e-5, atol=1e-6, err_msg=name)
