@@ -453,7 +453,7 @@ def case_metrics_whose_states_do_not_add():
         require_equal_runs(lambda: compiled(run_eagerly=True))
         for change in (last, moving_average, best_batch, running_mean):
             with distributed():
-                texts = (f"Metric '{change.__name__}'", "variable 'v'", "tfscale_reduce")
+                texts = (f"metric '{change.__name__}'", "variable 'v'", "tfscale_reduce")
                 require_error(lambda change=change: evaluated(Stateful(change)), *texts)
 
         class Declared(Stateful):
@@ -468,7 +468,7 @@ def case_metrics_whose_states_do_not_add():
     own = np.full((4, 5), 1.0 + tfscale.rank()), np.ones((4, 2))
     callbacks = [tfscale.callbacks.Synchronize()]
     require_error(
-        lambda: model.fit(*own, verbose=0, callbacks=callbacks), "ConfigError", "Metric 'last'"
+        lambda: model.fit(*own, verbose=0, callbacks=callbacks), "ConfigError", "metric 'last'"
     )
     require_close([v.numpy() for v in model.weights], tfscale.broadcast_object(before))
 
