@@ -304,6 +304,7 @@ def case_folders_are_made_and_removed_by_every_rank():
             if rank == 0:
                 (folder / "old").mkdir(exist_ok=True)
                 (folder / "old" / "x.txt").write_text("old")
+            tfscale.barrier()  # the folder is older than the job, on every rank
             time.sleep(0.02)  # see above
             with distributed():
                 tfscale.barrier()

@@ -298,11 +298,11 @@ class Folders:
         if not isinstance(path, str | os.PathLike):
             return remove(path, *args, **kwargs)
         name = os.path.abspath(path)
-        if not os.path.exists(name):
-            self._made.discard(name)
-            return None  # another rank was first
         aside = f"{name}.removed-rank{runtime.rank()}-{os.getpid()}"
         with _locked_folder(os.path.dirname(name)):
+            if not os.path.exists(name):
+                self._made.discard(name)
+                return None  # another rank was first, and may make it again at any time
             if name not in self._made and self._is_of_job(name):
                 return None
             self._made.discard(name)
