@@ -14,6 +14,7 @@ from tfscale.internals.datasets import (
     INFINITE,
     UNKNOWN,
     batch_rows_of,
+    in_own_memory,
     rows_of,
     with_rows_of_one_shape,
 )
@@ -246,3 +247,14 @@ def test_a_fit_that_does_not_suit_is_refused(data, given, options, text):
 def test_options_for_global_batches_alone_are_refused(options):
     with pytest.raises(ConfigError, match="need GlobalBatches"):
         AdaptiveBatchSize(numbered(8).batch(2), 4, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "string", "bool", "bfloat16"])
+def test_a_batch_is_copied_into_memory_of_its_own(dtype):
+    batch = {"a": tf.cast([1, 2], dtype) if dtype != "string" else tf.constant(["x", "y"])}
+    batch["b"] = tf.ragged.constant([[1], [2, 3]])
+    copied = in_own_memory(batch)
+    assert copied["a"].dtype == dtype and (copied["a"] == batch["a"]).numpy().all()
+    assert copied["b"].to_list() == [[1], [2, 3]]
+    if dtype in ("float32", "int64"):
+        assert not np.shares_memory(copied["a"].numpy(), batch["a"].numpy())

@@ -23,6 +23,7 @@ from tfscale.comm.eager import Header, engine_text, exchange_headers, has_stoppe
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
 from tfscale.fit.steps import computes_rows
+from tfscale.internals.datasets import in_own_memory
 from tfscale.internals.keras import stop_training
 from tfscale.internals.optimizers import iterations_of, optimizer_of, optimizers_of, scaled_by
 from tfscale.internals.traits import Phase, Traits
@@ -357,7 +358,7 @@ class Lookahead:
 
     def _batches(self) -> Iterator[Any]:
         while True:
-            yield self._pending.popleft()
+            yield in_own_memory(self._pending.popleft())
 
     def has_next(self) -> bool:
         """Fetch a batch; return whether there was one. Call once before each use of `iterator`."""

@@ -238,6 +238,20 @@ def why_not_rebatched(dataset: tf.data.Dataset) -> str:
     return ""
 
 
+def in_own_memory(batch: Any) -> Any:
+    """A copy of a batch, to be given to `from_generator`.
+
+    That hands a tensor's memory on without a copy, as if nothing else used it: an op that computes
+    in place would change the batch that a `cache` keeps.
+    """
+
+    def copied(leaf: Any) -> Any:
+        is_plain = isinstance(leaf, tf.Tensor) and leaf.dtype not in (tf.variant, tf.resource)
+        return tf.raw_ops.DeepCopy(x=leaf) if is_plain else leaf
+
+    return tf.nest.map_structure(copied, batch, expand_composites=True)
+
+
 def with_rows_of_one_shape(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The dataset, whose iterator refuses batches with rows of another shape than in the first.
 

@@ -73,7 +73,7 @@ _STEPS = {
     "test_step": steps.on_share,
     "predict_step": steps.on_all_rows,
 }
-# Linux's CLOCK_REALTIME_COARSE, some milliseconds behind; Python has no name for it.
+# CLOCK_REALTIME_COARSE of Linux, some milliseconds late; Python has no name for it.
 _CLOCK_OF_FILES = 5
 _running: Distributed | None = None
 

@@ -40,6 +40,7 @@ from tfscale.exchange.dense import own_calls
 from tfscale.fit import steps
 from tfscale.fit.metric_updates import flat_items, metrics_of
 from tfscale.internals.classes import Patches
+from tfscale.internals.datasets import in_own_memory
 from tfscale.internals.keras import layers_of, raw_variable, replace_function
 from tfscale.internals.optimizers import iterations_of, optimizers_of, trained_by
 from tfscale.internals.trace import captured_variables, current_graph, ops_of
@@ -325,8 +326,8 @@ def _beginning_with(first: Any, rest: tf.data.Iterator, n_batches: int) -> Any:
     """Return an iterator over `n_batches`, of the type of `rest`, so that nothing is re-traced."""
 
     def batches() -> Iterator[Any]:
-        yield first
-        yield from itertools.islice(rest, n_batches - 1)
+        yield in_own_memory(first)
+        yield from map(in_own_memory, itertools.islice(rest, n_batches - 1))
 
     options = tf.data.Options()
     options.autotune.enabled = False  # fetches no batch before it is asked for
