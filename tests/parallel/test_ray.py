@@ -273,7 +273,7 @@ ray.init(address=sys.argv[1], log_to_driver=False)
 
 def work():
     print(f"READY {os.getpid()} .", flush=True)
-    time.sleep(1e6)
+    time.sleep(1e6)  # until the end of the caller ends this rank, which is the test
 
 try:
     tfscale.ray.run(work, num_workers=2, all_output=True)

@@ -1,4 +1,4 @@
-"""Which maps of a dataset run on chosen rows, and which step keeps the others on whole batches."""
+"""Maps of a dataset that run on chosen rows, and steps that keep them on whole batches."""
 
 from typing import Any, NamedTuple
 
@@ -185,7 +185,7 @@ def test_chosen_rows_are_those_of_whole_batches(name):
 
 
 def test_shuffles_of_both_ways_take_turns():
-    """What a script has read before `fit` moves the order of `fit`, and the other way round."""
+    """Batches that a script reads before `fit` move the order of `fit`, and the other way round."""
 
     def shuffled():
         tf.random.set_seed(1)

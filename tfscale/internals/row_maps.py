@@ -282,7 +282,7 @@ class RowMaps:
             digests += [_digest_of_values(t) for t in getattr(step, "_tensors", ()) if _is_text(t)]
         for function in self.elements.maps:
             graph = function.function.graph.as_graph_def()
-            bodies = [graph.node, *(each.node_def for each in graph.library.function)]
+            bodies = [graph.node, *(body.node_def for body in graph.library.function)]
             digests += sorted(map(_digest_of_ops, bodies))
             for captured in function.function.captured_inputs:
                 if captured.dtype == tf.resource:

@@ -89,7 +89,7 @@ class Poster:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the server has taken the last post."""
+        """True if the server has taken the last post."""
         return self._n_failures == 0 and bool(self._last)
 
     def post(self, numbers: Numbers, is_last: bool = False) -> None:

@@ -333,7 +333,7 @@ class Backend(Protocol):
         return np.zeros(0)
 
     def traffic(self) -> Traffic:
-        """Return what was counted, if TFSCALE_METRICS is set; from any thread."""
+        """The counters of this rank, if TFSCALE_METRICS is set; from any thread."""
         return Traffic()
 
     def stamp(self, handles: Sequence[tf.Tensor], plan: int, slot: int) -> None:
