@@ -33,7 +33,7 @@ _SHORT = {"resnet20": (40, 5), "edsr16": (10, 2), **dict.fromkeys(TRAINED_MODELS
 TORCH_SYSTEMS = ("ddp-compute", "ddp", "ddp-fp16", "ddp-powersgd")
 TORCH_MODELS = ("resnet50", "vgg_like")
 COMPUTE_ONLY = ("compute", "ddp-compute")
-SLEEPING_TORCH = ("ddp-compute", "ddp", "fsdp")
+SLEEPING_TORCH = ("ddp-compute", "ddp", "ddp-fsdp")
 
 # A number without an interval is enough for these, and two rounds for large models, whose systems
 # are far apart, so that the tables take two hours.
@@ -146,20 +146,18 @@ def _sleeping_steps(model: str, place: str, choice: Choice) -> list[Cell]:
         )
     where = parse_place(place)
     rounds = {QUICK: (5, 2), TABLE: (10, 3), FULL: (20, 3)}[choice.extent]
-    arguments = ("--model", model, "--sleep", str(where.sleep_speed))
+    arguments: tuple[str, ...] = ("--model", model, "--sleep", str(where.sleep_speed))
     arguments += ("--repeats", str(rounds[0]), "--warmup", str(rounds[1]))
     names = [f"tfscale-{exchange}" for exchange in choice.exchanges or EXCHANGES]
     systems = ["compute", "tcp", *names, *_baselines(*(SLEEPING_TORCH if has_ddp() else ()))]
+    alone = f"sleep{where.sleep_speed:g}-1x{where.n_ranks}@{MEMORY}"
+    n_bytes = str(layer_tables.gradient_bytes(model))
+    stream = ("--bytes", n_bytes, "--repeats", str(rounds[0]))
     cells = []
     for system in systems:
         if choice.systems and system not in choice.systems:
             continue
-        if system == "tcp":
-            n_bytes = str(layer_tables.gradient_bytes(model))
-            suite, given = "collectives", ("--bytes", n_bytes, "--repeats", str(rounds[0]))
-        else:
-            suite, given = "step", arguments
-        alone = f"sleep{where.sleep_speed:g}-1x{where.n_ranks}@{MEMORY}"
+        suite, given = ("collectives", stream) if system == "tcp" else ("step", arguments)
         there = alone if system in COMPUTE_ONLY else place
         cells.append(Cell(suite, f"{model} {place}", system, there, where.n_ranks, given))
     return cells

@@ -7,6 +7,7 @@ of a model is run alone on tensors made up, forward, and forward with back-propa
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -67,7 +68,7 @@ def operation_seconds(operation: Any, inputs: Sequence[Any], repeats: int) -> tu
 
     Args:
         operation: A layer, or an operation of `keras.ops`, of a functional model.
-        inputs: The model's inputs, whose gradients nobody needs.
+        inputs: The model's inputs, whose gradients are not needed.
         repeats: Runs of each.
     """
     arguments = operation._inbound_nodes[0].arguments
@@ -102,23 +103,21 @@ def operation_seconds(operation: Any, inputs: Sequence[Any], repeats: int) -> tu
     return forward_s, max(both_s - forward_s, 0.0)
 
 
-def product_seconds(n_in: int, n_out: int, n_rows: int, repeats: int) -> dict[str, Any]:
+def product_seconds(kernel: tf.Tensor, n_rows: int, repeats: int) -> dict[str, Any]:
     """The seconds of a dense layer's three products: a constant part, and one for each row."""
+    n_in, n_out = kernel.shape
     found = {}
     for name in ("outputs", "input_gradients", "kernel_gradient"):
         points = []
         for n_ranks in _RANKS if name == "kernel_gradient" else _RANKS[:2]:
             x, dy = tf.ones((n_rows * n_ranks, n_in)), tf.ones((n_rows * n_ranks, n_out))
-            kernel = tf.ones((n_in, n_out))
             products = {
-                "outputs": lambda x=x, kernel=kernel: tf.matmul(x, kernel),
-                "input_gradients": lambda dy=dy, kernel=kernel: tf.matmul(
-                    dy, kernel, transpose_b=True
-                ),
-                "kernel_gradient": lambda x=x, dy=dy: tf.matmul(x, dy, transpose_a=True),
+                "outputs": functools.partial(tf.matmul, x, kernel),
+                "input_gradients": functools.partial(tf.matmul, dy, kernel, transpose_b=True),
+                "kernel_gradient": functools.partial(tf.matmul, x, dy, transpose_a=True),
             }
             points.append((n_rows * n_ranks, median_seconds(products[name], repeats)))
-        slope, constant = np.polyfit(*zip(*points, strict=True), 1)
+        slope, constant = np.polyfit([p[0] for p in points], [p[1] for p in points], 1)
         if constant < 0:  # by noise: a line through the origin, and the largest product
             slope, constant = points[-1][1] / points[-1][0], 0.0
         found[name] = [max(constant, 0.0), max(slope, 0.0)]
@@ -153,7 +152,7 @@ def measure_model(model: keras.Model, repeats: int) -> list[dict[str, Any]]:
             n_rows = N_SAMPLES * int(np.prod(shape[:-1]))
             row["dense"] = {
                 "input_shape": shape,
-                "products": product_seconds(*operation.kernel.shape, n_rows, repeats),
+                "products": product_seconds(operation.kernel.value, n_rows, repeats),
             }
         rows.append(row)
         print(f"{model.name} {row['name']}: {1e3 * seconds[0]:.1f} + {1e3 * seconds[1]:.1f} ms")

@@ -1,7 +1,7 @@
 """Models whose layers sleep for as long as the real ones compute, so that cores stay idle.
 
 On a machine with few cores, ranks that compute take cores from each other and from the exchange,
-and nobody can tell the overlap from the contention. Here gradients, shapes of weights, buckets,
+so that overlap cannot be told from contention. Here gradients, shapes of weights, buckets,
 codecs, links and the optimizer are real. Only what a layer computes is replaced by waiting on a
 core that each process has for itself: see sleep_op.cc. Dense layers are Keras's own, so that
 they can exchange activations; their products sleep, for the rows that they have then.

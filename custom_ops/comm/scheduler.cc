@@ -228,7 +228,21 @@ bool Scheduler::StepQueues() {
       has_moved = true;
     }
   }
+  // One at a time, so that what comes next in its turn waits for it a little at most.
+  if (active_.empty()) has_moved = StartEarly() || has_moved;
   return has_moved;
+}
+
+bool Scheduler::StartEarly() {
+  for (auto& [id, queue] : queues_) {
+    if (!queue->is_waiting() || queue->is_patient()) continue;
+    std::optional<Task> task = queue->TakeEarly();
+    if (!task) continue;
+    const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
+    Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation_));
+    return true;
+  }
+  return false;
 }
 
 bool Scheduler::is_busy() const {

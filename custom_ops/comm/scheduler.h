@@ -90,6 +90,7 @@ class Scheduler {
   void DiscardAll();
   bool StepActive();
   bool StepQueues();
+  bool StartEarly();
   void Finish(Task& task);
   std::string PlaceOf(const Task& task) const;
   void EndAll(const Status& why);
