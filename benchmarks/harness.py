@@ -17,7 +17,9 @@ from benchmarks.launch import RunFailedError, cluster_for, interpreter_of, run_r
 from benchmarks.places import SLOW_MOTION, parse_place
 from tfscale.files import sha256
 
-_LEAST_IDLE = 1 / 3  # of the cores' time, where layers sleep
+# Where layers sleep: the share of the cores' time, and the factor that is not enough for it only
+# where other programs use the cores.
+_LEAST_IDLE, _SLOWEST = 1 / 3, 16
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _run_sleeping(
     """Run cells whose layers sleep, so slowly that cores are idle for a third of the time.
 
     The factor is that of the group's runs of this session so far, at first 1. A run with busier
-    cores is thrown away, and the group begins again with twice the factor.
+    cores is thrown away, and the group begins again with twice the factor, up to 16.
     """
     content, session = so_far
     names, here = {cell.key for cell in cells}, (session, provenance.commit())
@@ -136,7 +138,7 @@ def _run_sleeping(
             if (*cell.key, number, slow_motion) in known:
                 continue
             run = run_cell(cell, timeout_s * slow_motion, {SLOW_MOTION: str(slow_motion)})
-            if run.get("idle_share", 1.0) < _LEAST_IDLE:
+            if run.get("idle_share", 1.0) < _LEAST_IDLE and slow_motion < _SLOWEST:
                 tell(
                     f"{cell.group} {cell.system}: cores were idle for {run['idle_share']:.0%} of "
                     f"the time; again in slow motion, {2 * slow_motion} times"
