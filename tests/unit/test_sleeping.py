@@ -1,11 +1,14 @@
 """Models whose layers sleep: places, and that a step sleeps for as long as its table says."""
 
+from pathlib import Path
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from benchmarks import layer_tables, sleeping
+from benchmarks import harness, layer_tables, sleeping
 from benchmarks.cells import Choice, cells_of
 from benchmarks.places import SLOW_MOTION, Place, parse_place
 from benchmarks.workloads import make_batch
@@ -97,3 +100,31 @@ def test_other_products_are_computed() -> None:
     a, b = np.random.default_rng(1).standard_normal((2, 3, 3))
     np.testing.assert_allclose(products.matmul(a, b, transpose_b=True), a @ b.T)
     np.testing.assert_allclose(products.matmul(a, b), a @ b)
+
+
+def test_busy_cores_are_measured_again_in_slow_motion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group begins again as a whole, and continues with its factor where it was cut off."""
+    calls: list[tuple[str, int]] = []
+
+    def run_cell(cell: harness.Cell, timeout_s: float, variables: dict[str, str]) -> dict[str, Any]:
+        factor = int(variables[SLOW_MOTION])
+        calls.append((cell.system, factor))
+        idle = 0.9 if cell.system == "compute" else 0.1 * factor
+        content = {"commit": harness.provenance.commit(), "load": [0.0, 0.0], "samples": {}}
+        return {**content, "idle_share": idle}
+
+    monkeypatch.setattr(harness, "run_cell", run_cell)
+    cells = [
+        harness.Cell("step", "resnet50 sleep-1x2@memory", system, "sleep-1x2@memory", 2, ())
+        for system in ("compute", "horovod")
+    ]
+    path = tmp_path / "results.json"
+    content = harness.measure(cells, 1, path, 1.0, lambda line: None)
+    once = [("compute", 1), ("horovod", 1), ("compute", 2), ("horovod", 2)]
+    assert calls == [*once, ("compute", 4), ("horovod", 4)]
+    runs = [(run["system"], run["slow_motion"]) for run in content["runs"]]
+    assert runs == [("compute", 4), ("horovod", 4)]
+    harness.measure(cells, 2, path, 1.0, lambda line: None)
+    assert calls[6:] == [("horovod", 4), ("compute", 4)]
