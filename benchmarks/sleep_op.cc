@@ -44,7 +44,9 @@ class SleepingCore {
     std::function<void()> done;
   };
 
-  SleepingCore() { std::thread([this] { Run(); }).detach(); }
+  SleepingCore() {
+    std::thread([this] { Run(); }).detach();
+  }
 
   void Run() {
     for (;;) {
@@ -84,8 +86,9 @@ REGISTER_OP("BenchSleep")
       }
       return absl::OkStatus();
     })
-    .Doc("Ends after `seconds`, and `seconds_per_row` for each row of x, of this process's one "
-         "core. Results have small values; their first dimension is that of x where it is unknown.");
+    .Doc(
+        "Ends after `seconds`, and `seconds_per_row` for each row of x, of this process's one "
+        "core. Results have small values; their first dimension is that of x where it is unknown.");
 
 class SleepOp : public tensorflow::AsyncOpKernel {
  public:

@@ -18,6 +18,7 @@ PlanQueue::PlanQueue(PlanSpec spec, const Group& group)
       n_arrived_(spec_.slots.size(), 0),
       under_way_(spec_.slots.size(), UnderWay::kNo),
       is_turn_over_(spec_.slots.size(), false),
+      bytes_(spec_.slots.size(), 0),
       description_(spec_.Describe()) {}
 
 void PlanQueue::Add(Task&& task) {
@@ -76,8 +77,10 @@ std::optional<Task> PlanQueue::TakeNext(int64_t window_bytes) {
   const int64_t room = is_ordered ? std::min(window_bytes, kOrderedBytes) : window_bytes;
   if (n_under_way_ > 0 && bytes_under_way_ + bytes > room) return std::nullopt;
   const size_t slot = next_slot_;
+  Task task = Take(slot);
+  CountInTurn(slot);
   PassTurn();
-  return Take(slot, UnderWay::kInTurn);
+  return task;
 }
 
 std::optional<Task> PlanQueue::TakeEarly() {
@@ -88,32 +91,38 @@ std::optional<Task> PlanQueue::TakeEarly() {
     if (tasks.empty() || !tasks.front().may_overtake) continue;
     if (under_way_[slot] != UnderWay::kNo || is_turn_over_[slot]) continue;
     is_turn_over_[slot] = true;
-    return Take(slot, UnderWay::kEarly);
+    under_way_[slot] = UnderWay::kEarly;
+    ++n_early_;
+    return Take(slot);
   }
   return std::nullopt;
 }
 
-Task PlanQueue::Take(size_t slot, UnderWay how) {
+Task PlanQueue::Take(size_t slot) {
   Task task = std::move(waiting_[slot].front());
   waiting_[slot].pop_front();
   --n_waiting_;
-  under_way_[slot] = how;
-  if (how == UnderWay::kEarly) {
-    ++n_early_;
-  } else {
-    bytes_under_way_ += static_cast<int64_t>(task.operation->bytes());
-    ++n_under_way_;
-  }
+  bytes_[slot] = static_cast<int64_t>(task.operation->bytes());
   return task;
 }
 
-// To the next slot of which no task was taken early.
+void PlanQueue::CountInTurn(size_t slot) {
+  under_way_[slot] = UnderWay::kInTurn;
+  bytes_under_way_ += bytes_[slot];
+  ++n_under_way_;
+}
+
+// To the next slot of which no task was taken early. The turn of those in between has come.
 void PlanQueue::PassTurn() {
-  do {
+  while (true) {
     next_slot_ = (next_slot_ + 1) % waiting_.size();
     if (!is_turn_over_[next_slot_]) return;
     is_turn_over_[next_slot_] = false;
-  } while (true);
+    if (under_way_[next_slot_] == UnderWay::kEarly) {
+      --n_early_;
+      CountInTurn(next_slot_);
+    }
+  }
 }
 
 void PlanQueue::OnFinished(const Task& task) {
@@ -121,7 +130,7 @@ void PlanQueue::OnFinished(const Task& task) {
   if (how == UnderWay::kEarly) {
     --n_early_;
   } else {
-    bytes_under_way_ -= static_cast<int64_t>(task.operation->bytes());
+    bytes_under_way_ -= bytes_[static_cast<size_t>(task.slot)];
     --n_under_way_;
   }
   how = UnderWay::kNo;

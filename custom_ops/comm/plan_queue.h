@@ -81,6 +81,10 @@ class PlanQueue {
     return place < waiting_.size() &&
            (under_way_[place] != UnderWay::kNo || !waiting_[place].empty());
   }
+  // The task under way was taken before its turn, which has not come.
+  bool is_early(int slot) const {
+    return under_way_[static_cast<size_t>(slot)] == UnderWay::kEarly;
+  }
   bool is_waiting() const { return n_waiting_ > 0; }
   // The next slot has arrived, but the window has no room beside the active ones.
   bool is_next_here() const {
@@ -107,7 +111,8 @@ class PlanQueue {
   void FinishHandshake();
   enum class UnderWay { kNo, kInTurn, kEarly };
 
-  Task Take(size_t slot, UnderWay how);
+  Task Take(size_t slot);
+  void CountInTurn(size_t slot);
   void PassTurn();
 
   const PlanSpec spec_;
@@ -118,6 +123,7 @@ class PlanQueue {
   // Per slot. One at a time: all executions of a slot have the same tag.
   std::vector<UnderWay> under_way_;
   std::vector<bool> is_turn_over_;  // per slot: this run's task was taken before its turn
+  std::vector<int64_t> bytes_;      // per slot: of the task that was taken last
   size_t n_waiting_ = 0;
   size_t next_slot_ = 0;
   // In their turn. Early ones take no room of the window: another rank may begin them only after

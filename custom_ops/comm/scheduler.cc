@@ -228,9 +228,25 @@ bool Scheduler::StepQueues() {
       has_moved = true;
     }
   }
-  // One at a time, so that what comes next in its turn waits for it a little at most.
   if (active_.empty()) has_moved = StartEarly() || has_moved;
+  HoldEarly();
   return has_moved;
+}
+
+bool Scheduler::is_early(const Task& task) const {
+  return task.may_overtake && task.plan != kEager && queues_.at(task.plan)->is_early(task.slot);
+}
+
+// What was started early sends only while nothing else is active.
+void Scheduler::HoldEarly() {
+  const auto can_overtake = [](const Task& task) { return task.may_overtake; };
+  if (std::none_of(active_.begin(), active_.end(), can_overtake)) return;
+  const auto n_early = std::count_if(active_.begin(), active_.end(),
+                                     [this](const Task& task) { return is_early(task); });
+  const bool is_held = static_cast<size_t>(n_early) < active_.size();
+  for (Task& task : active_) {
+    if (task.may_overtake) task.operation->Hold(is_held && is_early(task));
+  }
 }
 
 bool Scheduler::StartEarly() {
