@@ -33,8 +33,8 @@ class Checkpoint(Callback):
     are equal on all ranks, such as weights, are written by the first rank that has them; shards of
     the optimizer's state, moving statistics, and states of metrics and of random numbers by every
     rank. When `fit` begins, the newest checkpoint that all ranks can read is restored, also in the
-    middle of an epoch; damaged ones are skipped. docs/checkpoints.md lists the state that a resumed
-    run has in common with an uninterrupted one.
+    middle of an epoch; damaged ones are skipped. 'Checkpoints' in the documentation lists the state
+    that a resumed run has in common with an uninterrupted one.
 
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
     with exit code 75 (`tfscale.exit_codes.PREEMPTED`): start the job again to resume.

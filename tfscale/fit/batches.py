@@ -34,6 +34,7 @@ _N_SIGNS = 32
 _FACTOR = (
     -7046029254386353131
 )  # odd, so products keep all bits: 2^64 / golden ratio, as a signed one
+_ON_ROWS = "Each rank prepares only its own rows of a dataset, before its maps (--decode rows)."
 _STATELESS = (
     "Put random layers into the model, or draw with tf.image.stateless_* or tf.random.stateless_* "
     "from a seed for each element, as Dataset.enumerate() and Dataset.random(seed) give it"
@@ -127,11 +128,14 @@ class RowPipelines:
             self._known[dataset] = self._on_own_rows(dataset)
         served, fingerprint = self._known[dataset]
         by_rank = objects.allgather_object(fingerprint, name="maps of a dataset")
-        if by_rank.count(fingerprint) == len(by_rank):
-            return dataset if served is None else served
-        # If the batches differ, too, their comparison tells why.
-        self._tell("names of files, or constants or tables of its maps, differ between ranks")
-        return dataset
+        if by_rank.count(fingerprint) != len(by_rank):
+            # If the batches differ, too, their comparison tells why.
+            self._warn("names of files, or constants or tables of its maps, differ between ranks")
+            return dataset
+        if served is None:
+            return dataset
+        self._tell(logging.INFO, _ON_ROWS)
+        return served
 
     def _on_own_rows(self, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset | None, int]:
         """Return a dataset of this rank's rows, None if there is none, and its fingerprint."""
@@ -141,20 +145,23 @@ class RowPipelines:
                 served = maps.on_chosen_rows(_own_rows, _n_rows, _joined)
                 return served, maps.fingerprint()
         except UnmovedError as error:
-            self._tell(str(error))
+            self._warn(str(error))
         except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
-            self._tell(f"its steps cannot be read ({type(error).__name__}: {error})")
+            self._warn(f"its steps cannot be read ({type(error).__name__}: {error})")
         return None, 0
 
-    def _tell(self, reason: str) -> None:
-        if runtime.rank() > 0 or reason in self._told:
-            return
-        self._told.add(reason)
-        logger.warning(
-            "Each rank prepares whole batches of a dataset, not only its rows: %s. See "
-            "docs/distribute.md.",
-            reason,
+    def _warn(self, reason: str) -> None:
+        self._tell(
+            logging.WARNING,
+            f"Each rank prepares whole batches of a dataset, not only its rows: {reason}. See "
+            "'Unchanged scripts: what is supported' in the documentation.",
         )
+
+    def _tell(self, level: int, text: str) -> None:
+        """Log a text on rank 0, once."""
+        if runtime.rank() == 0 and text not in self._told:
+            self._told.add(text)
+            logger.log(level, "%s", text)
 
 
 def _own_rows(batch: Any) -> tuple[Any, dict[str, tf.Tensor]]:

@@ -247,7 +247,7 @@ def _of_whole_batch(call: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
         raise ConfigError(
             "loss must not compare samples of a batch. Received: Circle, which compares all "
             "samples of a batch. Use GlobalBatches without tfscale.distribute, and gather rows by "
-            "tfscale.allgather: see docs/distribute.md."
+            "tfscale.allgather: see 'An unchanged script' in the documentation."
         )
     if share is None or not sums_over_batch(loss):
         return call(loss, y_true, y_pred)

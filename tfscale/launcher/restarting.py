@@ -47,7 +47,7 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
     if spec.is_slurm:
         raise ConfigError(
             "--min-np excludes --slurm. Received: --min-np with --slurm. Leave it out, and let "
-            "Slurm requeue the job where a host is lost, see docs/operations.md."
+            "Slurm requeue the job where a host is lost: see 'Slurm' in the documentation."
         )
 
 

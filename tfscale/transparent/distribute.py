@@ -289,7 +289,8 @@ class Distributed:
                 "train_on_batch, under tfscale.distribute. Received: "
                 f"{type(rule).__name__}.apply elsewhere, such as in a loop with GradientTape. "
                 "Use tfscale.DistributedOptimizer and tfscale.data.GlobalBatches, or "
-                "train_step, instead of tfscale.distribute: see docs/distribute.md."
+                "train_step, instead of tfscale.distribute: see 'An unchanged script' in the "
+                "documentation."
             )
         return self._verifier.apply_or_record(apply, optimizer, *args, **kwargs)
 
@@ -424,7 +425,7 @@ def _refuse_stateful(model: keras.Model) -> None:
             "stateful=True needs a state for every row of the whole batch, which "
             f"tfscale.distribute cuts into rows for the ranks. Received: layer {stateful[0]!r} "
             "with stateful=True. Use stateful=False, or train without tfscale.distribute, with "
-            "sequences of its own for each rank: see docs/data.md."
+            "sequences of its own for each rank: see 'Data' in the documentation."
         )
 
 
