@@ -156,6 +156,7 @@ class Checkpoint(Callback):
         restore_data(self.session.data, position.data, first_step)
         restored = self._restore(reader)
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
+        self.session.begin_within(epoch, first_step)
         if first_step > 0:
             restored.restore_metrics()
         if rank == 0:

@@ -24,7 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, Synchronize
+from tfscale.callbacks import BackupAndRestore, Callback, MetricAverageCallback, Synchronize
 from tfscale.callbacks.batch_size_schedule import ChangingBatchSize
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
@@ -33,7 +33,7 @@ from tfscale.config import ConfigError, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
-from tfscale.fit import steps
+from tfscale.fit import monitoring, steps
 from tfscale.fit.batches import BatchComparison, OrderedPipelines, RowPipelines
 from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
@@ -168,7 +168,11 @@ class Distributed:
         self._stdout: int | None = None
         self._environment: dict[str, str | None] = {}  # what was there before
         self._pipelines = RowPipelines()
+        # From now on, not from the first `fit`: a reader sees that the job has begun.
+        has_metrics = monitoring.watch() is not None
         if runtime.size() == 1:
+            if has_metrics:
+                self._patches.wrap_model(fit=_watched)
             return
         # Statistics of each rank's rows give other results on purpose.
         verify = "off" if batch_norm == "local" else verify
@@ -367,6 +371,13 @@ def _exporting_once(export: Any, exported: Any, filepath: Any, *args: Any, **kwa
 
 
 # Callbacks.
+
+
+def _watched(fit: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    """Train in one process with a callback that lets the page of metrics follow."""
+    arguments = arguments_of(fit, model, *args, **kwargs)
+    arguments["callbacks"] = [Callback(), *_listed(arguments["callbacks"])]
+    return fit(model, **arguments)
 
 
 def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
