@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -174,6 +175,8 @@ def test_a_lost_actor_is_replaced_at_a_restart(nodes, tmp_path, capfd):
     assert tfscale.ray.run(waits, (tmp_path,), max_restarts=1) == [1] * 4
     thread.join()
     assert "tfscale: restart 1 of 1, with 4 ranks." in capfd.readouterr().err
+    # The function that the killed actor had written was removed when the next one began.
+    assert not list(Path(tempfile.gettempdir()).glob("tfscale-ray-*"))
 
 
 def test_a_lost_node_is_replaced_at_a_restart(nodes, tmp_path, capfd):

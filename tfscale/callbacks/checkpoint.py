@@ -148,9 +148,8 @@ class Checkpoint(Callback):
         """Restore a checkpoint; return the first step of the epoch."""
         self._reader = None
         begin_at_epoch(self.model, None)  # Keras has read it
-        rank, position = runtime.rank(), self._position
-        counters = reader.parts[reader.source].info["keras_callbacks"]
-        resumable.restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
+        position = self._position
+        self._restore_counters(reader)
         first_step = position.step if epoch == position.epoch else 0
         self.session.note_resumed(position.n_steps - first_step)
         restore_data(self.session.data, position.data, first_step)
@@ -159,9 +158,19 @@ class Checkpoint(Callback):
         self.session.begin_within(epoch, first_step)
         if first_step > 0:
             restored.restore_metrics()
-        if rank == 0:
+        if runtime.rank() == 0:
             logger.info("Resuming from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step
+
+    def _restore_counters(self, reader: Reader) -> None:
+        source, parts = reader.source, reader.parts
+        best = resumable.read_best_weights(parts, source, group_of(source, reader.groups)[0])
+        resumable.restore_counters(
+            self.session.callbacks,
+            parts[source].info["keras_callbacks"],
+            is_own=source == runtime.rank(),
+            best_weights=best,
+        )
 
     def _restore(self, reader: Reader) -> Restore:
         build_model(self.model)
