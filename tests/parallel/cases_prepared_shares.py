@@ -318,7 +318,13 @@ def case_rows_are_verified_and_compared():
         data = shuffled_before(Counted())
         require_error(lambda: model.fit(data, verbose=0), "differs from a step of one process")
         require_error(lambda: model.predict(data, verbose=0), "differs from a step of one process")
-        require_error(lambda: small_model().fit(other, verbose=0), "x in batch 1 of fit must be")
-        require_error(lambda: small_model().fit(later, verbose=0), "data in batch 4 of fit must be")
-        require_error(lambda: small_model().fit(texts, verbose=0), "x in batch 1 of fit must be")
+        require_error(
+            lambda: small_model().fit(other, verbose=0), "x in batch 1 of epoch 1 of fit must be"
+        )
+        require_error(
+            lambda: small_model().fit(later, verbose=0), "data in batch 4 of epoch 1 of fit must be"
+        )
+        require_error(
+            lambda: small_model().fit(texts, verbose=0), "x in batch 1 of epoch 1 of fit must be"
+        )
         require_error(lambda: small_model().evaluate(later, verbose=0), "data in a batch of eval")

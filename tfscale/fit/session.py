@@ -59,8 +59,12 @@ class FitSession(Progress):
     def watch_epoch(self, epoch: int) -> None:
         """Let the page of metrics show that an epoch begins, if there is one."""
         if self.watch is not None:
-            resumed, first_step = self._begin_within
-            self.watch.begin_epoch(epoch, self.data, first_step if epoch == resumed else 0)
+            self.watch.begin_epoch(epoch, self.data, self.first_step_of(epoch))
+
+    def first_step_of(self, epoch: int) -> int:
+        """The step with which an epoch begins: 0 unless a resumed run begins within it."""
+        resumed, first_step = self._begin_within
+        return first_step if epoch == resumed else 0
 
     def agree_on_saves(self, saves: Any) -> None:
         """Save at agreed points, or with None each rank for itself."""

@@ -139,6 +139,17 @@ class _StepInFit:
         if data is not None:
             self._comparison.expect(data, "fit")
 
+    def begin_epoch(self, epoch: int, first_step: int) -> None:
+        """As for `BatchComparison`."""
+        self._comparison.begin_epoch(epoch, first_step)
+
+
+def begin_epoch(model: keras.Model, epoch: int, first_step: int) -> None:
+    """Let errors about batches of `share_batches` name the epoch that begins, and its batch."""
+    step = _step_in_fit_of(model)
+    if step is not None:
+        step.begin_epoch(epoch, first_step)
+
 
 def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
     """Let training steps compute this rank's rows of whole batches, until this is called again.

@@ -304,7 +304,7 @@ class Distributed:
         arguments = arguments_of(fit, model, *args, **kwargs)
         batches = self._prepare_training(model)
         _require_equal_arguments(arguments, "fit")
-        arguments["callbacks"] = for_ranks(arguments["callbacks"])
+        arguments["callbacks"] = for_ranks(arguments["callbacks"], batches)
         batches.expect(arguments["x"], "fit")
         # Growing batches are made of whole ones.
         sizes = (isinstance(c, ChangingBatchSize) for c in arguments["callbacks"])
@@ -380,10 +380,11 @@ def _watched(fit: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
     return fit(model, **arguments)
 
 
-def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
+def for_ranks(callbacks: Any, batches: BatchComparison) -> list[keras.callbacks.Callback]:
     """Return the callbacks of a script as several ranks need them.
 
-    `Synchronize` is added, and callbacks that write run on rank 0.
+    `Synchronize` is added, which tells the comparison of batches when epochs begin, and callbacks
+    that write run on rank 0.
     """
     listed = _listed(callbacks)
     loggers = [c for c in listed if isinstance(c, keras.callbacks.CSVLogger)]
@@ -397,7 +398,7 @@ def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
             is_of_all = any(callback is c for c in everywhere)
             changed.append(callback if is_of_all else _written_once(callback))
     has_one = any(isinstance(callback, Synchronize) for callback in changed)
-    return changed if has_one else [_SynchronizeScript(), *changed]
+    return changed if has_one else [_SynchronizeScript(batches), *changed]
 
 
 class _SynchronizeScript(Synchronize):
@@ -405,10 +406,16 @@ class _SynchronizeScript(Synchronize):
 
     requires_built = False
 
-    def __init__(self) -> None:
+    def __init__(self, batches: BatchComparison) -> None:
         super().__init__()
+        self._batches = batches
         others = [c for c in self.companions if not isinstance(c, MetricAverageCallback)]
         self.companions = [*others, _MetricsOfAllRows()]
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """As for all callbacks; count the batches of the epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._batches.begin_epoch(epoch, self.session.first_step_of(epoch))
 
 
 class _MetricsOfAllRows(MetricAverageCallback):
