@@ -144,20 +144,20 @@ class BestWeights:
         self._callbacks = callbacks
 
     def saved(self, scope: Scope) -> Saved:
-        """Copy them, named by the places of their callbacks in `read_counters`."""
+        """Copy them, with the numbers of their callbacks in `read_counters`."""
         arrays = {}
-        for place, (callback, _) in enumerate(
+        for number, (callback, _) in enumerate(
             _counting(self._callbacks) if scope.is_leader else ()
         ):
             weights = enumerate(getattr(callback, "best_weights", None) or ())
-            arrays |= {f"best{place}/{i}": np.array(array) for i, array in weights}
+            arrays |= {f"best{number}/{i}": np.array(array) for i, array in weights}
         return Saved(arrays)
 
 
 def read_best_weights(
     parts: Sequence[Part], source: int, leader: int
 ) -> Mapping[int, list[np.ndarray]]:
-    """Return the best weights of Keras's callbacks on a rank, by their places in its counters.
+    """Return the best weights of Keras's callbacks on a rank, by their numbers in its counters.
 
     The `leader` of its group wrote them. If it counted otherwise, from metrics of its own samples,
     they are those of another epoch, and left out.
@@ -165,7 +165,7 @@ def read_best_weights(
     counters, of_leader = (parts[rank].info["keras_callbacks"] for rank in (source, leader))
     written = Saved(parts[leader].arrays)
     pairs = enumerate(zip(counters, of_leader, strict=False))
-    return {place: written.series(f"best{place}") for place, (own, led) in pairs if own == led}
+    return {number: written.series(f"best{number}") for number, (own, led) in pairs if own == led}
 
 
 def restore_counters(
@@ -184,15 +184,15 @@ def restore_counters(
     left = dict(enumerate(states))
     for callback, _ in _counting(callbacks):
         kind = type(callback).__name__
-        place = next((place for place, state in left.items() if state["kind"] == kind), None)
-        if place is None:
+        number = next((number for number, state in left.items() if state["kind"] == kind), None)
+        if number is None:
             text = "%s on rank %d counts from 0: its numbers were not saved."
             logger.warning(text, kind, runtime.rank())
             continue
-        numbers = left.pop(place)["numbers"]
+        numbers = left.pop(number)["numbers"]
         if getattr(callback, "restore_best_weights", False) and numbers.get("best") is not None:
-            if weights := (best_weights or {}).get(place):
-                callback.best_weights = weights
+            if weights := (best_weights or {}).get(number):
+                numbers = {**numbers, "best_weights": weights}
             else:
                 # Else the next epoch's weights would be kept as the best, without beating `best`.
                 text = "%s on rank %d seeks the best epoch again: its best weights were not saved."

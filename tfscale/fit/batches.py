@@ -154,7 +154,7 @@ class RowPipelines:
         self._tell(
             logging.WARNING,
             f"Each rank prepares whole batches of a dataset, not only its rows: {reason}. See "
-            "'Unchanged scripts: what is supported' in the documentation.",
+            "'Unchanged scripts' in the documentation.",
         )
 
     def _tell(self, level: int, text: str) -> None:
@@ -336,19 +336,19 @@ class BatchComparison:
         digests_by_rank = collectives.allgather(own[tf.newaxis], name="digests of the batch")
         named = self._named
         if tf.executing_eagerly():
-            self._refuse_others(named, digests_by_rank.numpy(), self._place(int(n_batches)))
+            self._refuse_others(named, digests_by_rank.numpy(), self._batch_name(int(n_batches)))
             return tf.constant(0)
 
         def refuse_others(digests_by_rank: tf.Tensor, n_batches: tf.Tensor) -> int:
             # The mark by which `GuardedStep` recognises errors of the exchange.
             self._refuse_others(
-                named, digests_by_rank.numpy(), self._place(int(n_batches)), "TFSCALE_FAILED: "
+                named, digests_by_rank.numpy(), self._batch_name(int(n_batches)), "TFSCALE_FAILED: "
             )
             return 0
 
         return tf.py_function(refuse_others, [digests_by_rank, n_batches], tf.int32)
 
-    def _place(self, n_batches: int) -> str:
+    def _batch_name(self, n_batches: int) -> str:
         """Return the name of the last batch of so many."""
         if self._epoch is None:
             return f"batch {n_batches} of {self._method}"
@@ -369,12 +369,12 @@ class BatchComparison:
             self._refuse_others(self._named, rows, f"a batch of {self._method}")
 
     def _refuse_others(
-        self, named: tuple[str, ...], digests_by_rank: np.ndarray, place: str, mark: str = ""
+        self, named: tuple[str, ...], digests_by_rank: np.ndarray, batch_name: str, mark: str = ""
     ) -> None:
         """Raise an error unless the rows of digests, one for each rank, are equal."""
         if (digests_by_rank == digests_by_rank[0]).all():
             return
         for name, found in zip((*named, "the number of batches"), digests_by_rank.T, strict=True):
             digests = {rank: digest.tobytes() for rank, digest in enumerate(found)}
-            what = f"{mark}{name} in {place}"
+            what = f"{mark}{name} in {batch_name}"
             objects.require_equal_values(digests, what, cause_of(self._data()))

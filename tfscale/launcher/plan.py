@@ -94,9 +94,9 @@ def _find_table(options: argparse.Namespace) -> LayerTable:
     return read_layers(model, read_input_shape(options.input_shape))
 
 
-def _tell(n_ranks: int, place: str = "") -> None:
+def _tell(n_ranks: int, progress: str = "") -> None:
     """Say what is computed now: a large model on many ranks takes a minute."""
-    sys.stderr.write(f"Planning for {n_ranks} rank{'s' if n_ranks > 1 else ''}{place} ...\n")
+    sys.stderr.write(f"Planning for {n_ranks} rank{'s' if n_ranks > 1 else ''}{progress} ...\n")
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -50,11 +50,11 @@ def _page(rows: Sequence[Row]) -> str:
     thetas = [math.nan if theta is None else theta for theta in ends.values()]
     body = []
     for rule in get_args(Rule):
-        found = (
+        findings = (
             find_interval(thetas[:n], IntervalRule(rule), min(ends))
             for n in range(1, len(thetas) + 1)
         )
-        first = next((finding for finding in found if finding is not None), None)
+        first = next((finding for finding in findings if finding is not None), None)
         shown = ("-", "not found") if first is None else (first.interval, first.reason)
         body.append([rule, *shown])
     lines += ["", "Intervals in epochs that the rules of `AdaptiveBatchSize` find:", ""]
