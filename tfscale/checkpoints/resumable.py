@@ -145,7 +145,7 @@ class BestWeights:
 
     def saved(self, scope: Scope) -> Saved:
         """Copy them, with the numbers of their callbacks in `read_counters`."""
-        arrays = {}
+        arrays: dict[str, np.ndarray] = {}
         for number, (callback, _) in enumerate(
             _counting(self._callbacks) if scope.is_leader else ()
         ):
