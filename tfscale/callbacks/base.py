@@ -125,8 +125,7 @@ class Callback(Traits):
         """Record that an epoch begins."""
         self.epoch = epoch
         self.session.begin_epoch()
-        if self.session.watch is not None:
-            self.session.watch.begin_epoch(epoch, self.session.data)
+        self.session.watch_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notify the other ranks that this one's epoch is over."""

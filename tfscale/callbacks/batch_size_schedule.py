@@ -16,7 +16,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.fit.preparation import prepare
 from tfscale.fit.session import session_for
-from tfscale.fit.steps import share_batches
+from tfscale.fit.steps import begin_epoch, share_batches
 from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import Phase, own_of
 
@@ -93,6 +93,7 @@ class ChangingBatchSize(Callback):
         if isinstance(self._data, DatasetBatches):
             self._data.open_epoch()
         prepare(self.model)
+        begin_epoch(self.model, epoch, self.session.first_step_of(epoch))
         if self.model.train_function is None:
             self.model.make_train_function(force=True)
 
@@ -112,7 +113,8 @@ class ChangingBatchSize(Callback):
 class BatchSizeSchedule(ChangingBatchSize):
     """Set the batch size at given epochs: `BatchSizeSchedule({30: 512, 60: 1024})`.
 
-    The learning rate is not changed: growing the batch replaces its decay. Before the first epoch
+    Epochs count from 0, as arguments of callbacks do: Keras prints epoch 30 as "Epoch 31". The
+    learning rate is not changed: growing the batch replaces its decay. Before the first epoch
     given, the data's own batch size holds, and again after `fit`. `fit` must train on
     `tfscale.data.GlobalBatches` or a batched `tf.data.Dataset`, see `AdaptiveBatchSize`, with a
     rate that does not depend on the number of steps. The size is added to the logs as `batch_size`.

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfscale.checkpoints.files import DamagedError, Part, UnreadableError, empty_info
-from tfscale.checkpoints.resumable import CallbackState, read_counters, resumables
+from tfscale.checkpoints.resumable import BestWeights, CallbackState, read_counters, resumables
 from tfscale.checkpoints.variables import MetricState, ModelState, distinct, group_of, mean_of
 from tfscale.comm import runtime
 from tfscale.config import ConfigError, ExchangeError, settings
@@ -63,6 +63,7 @@ def take_snapshot(
         *((None, state) for state in (of_model, MetricState(model, position.step > 0))),
         *enumerate(map(OptimizerState, optimizers_of(model))),
         (None, RandomState()),
+        (None, BestWeights(callbacks)),
         *enumerate(map(CallbackState, resumables(callbacks))),
     ]
     scope = of_model.scope(groups)

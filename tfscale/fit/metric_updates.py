@@ -261,7 +261,7 @@ def _note(watch: _Watch, metric: Any, graph: tf.Graph | None, first_op: int) -> 
                 f"{type(metric).__name__}.update_state assigns values other than sums to the "
                 f"variable. Received: variable {variable.name!r}. Set the attribute "
                 "tfscale_reduce of the class to 'sum', 'mean', 'max' or 'min', or to a dict of "
-                "these by names of variables: see docs/data.md."
+                "these by names of variables: see 'Data' in the documentation."
             )
     watch.changes[id(metric)] = metric, changes
 

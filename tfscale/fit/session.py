@@ -34,6 +34,7 @@ class FitSession(Progress):
         self.call = call
         self.saves: Any = None  # the `SavePoints` of this `fit`, if there are any
         self.n_steps_before = 0  # of a resumed run, before its first epoch
+        self._begin_within = (0, 0)  # the epoch in which it resumes, and its first step there
         self._joined: list[Any] = []
         # The last calls of the train function, for `tfscale run`; the first one traces.
         self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
@@ -49,6 +50,21 @@ class FitSession(Progress):
     def note_resumed(self, n_steps_before: int) -> None:
         """Record how many steps the run had made before the first epoch of this `fit`."""
         self.n_steps_before = n_steps_before
+
+    def begin_within(self, epoch: int, first_step: int) -> None:
+        """Record at which step of an epoch a resumed run begins."""
+        self._begin_within = epoch, first_step
+        self.watch_epoch(epoch)
+
+    def watch_epoch(self, epoch: int) -> None:
+        """Let the page of metrics show that an epoch begins, if there is one."""
+        if self.watch is not None:
+            self.watch.begin_epoch(epoch, self.data, self.first_step_of(epoch))
+
+    def first_step_of(self, epoch: int) -> int:
+        """The step with which an epoch begins: 0 unless a resumed run begins within it."""
+        resumed, first_step = self._begin_within
+        return first_step if epoch == resumed else 0
 
     def agree_on_saves(self, saves: Any) -> None:
         """Save at agreed points, or with None each rank for itself."""

@@ -139,6 +139,17 @@ class _StepInFit:
         if data is not None:
             self._comparison.expect(data, "fit")
 
+    def begin_epoch(self, epoch: int, first_step: int) -> None:
+        """As for `BatchComparison`."""
+        self._comparison.begin_epoch(epoch, first_step)
+
+
+def begin_epoch(model: keras.Model, epoch: int, first_step: int) -> None:
+    """Let errors about batches of `share_batches` name the epoch that begins, and its batch."""
+    step = _step_in_fit_of(model)
+    if step is not None:
+        step.begin_epoch(epoch, first_step)
+
 
 def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
     """Let training steps compute this rank's rows of whole batches, until this is called again.
@@ -247,7 +258,7 @@ def _of_whole_batch(call: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
         raise ConfigError(
             "loss must not compare samples of a batch. Received: Circle, which compares all "
             "samples of a batch. Use GlobalBatches without tfscale.distribute, and gather rows by "
-            "tfscale.allgather: see docs/distribute.md."
+            "tfscale.allgather: see 'An unchanged script' in the documentation."
         )
     if share is None or not sums_over_batch(loss):
         return call(loss, y_true, y_pred)

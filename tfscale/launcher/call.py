@@ -222,7 +222,7 @@ def main(folder: Path) -> int:
         raise ConfigError(
             f"Could not find the job's file in the working folder. Received: no {folder / FILE} "
             f"on host {socket.gethostname()}. Call tfscale.run in a folder that all hosts share: "
-            "see docs/several-hosts.md."
+            "see 'Several hosts' in the documentation."
         ) from error
     with file:
         _surround(pickle.load(file), rank)

@@ -49,7 +49,7 @@ _OPTIONS, _END = "options.json", "end.json"
 _DEFAULT_SIZE = 4
 _CLUSTER = "Name the hosts that are reserved for the job, a job does not grow."
 _SSH = "Write it into ~/.ssh/config."
-_MPI = "Set a variable of the MPI, by env={...}: see docs/operations.md."
+_MPI = "Set a variable of the MPI, by env={...}: see 'Unattended jobs' in the documentation."
 # Arguments of horovod.run that have another name here, are not needed, or are refused.
 _RENAMED = {
     "num_proc": "np",

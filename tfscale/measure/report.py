@@ -199,7 +199,8 @@ def draw_step(axes: Any, rows: Sequence[Row], epoch_and_step: tuple[int, int]) -
             ticks.append((position, f"{_short(slot['name'])}, {_size(slot['bytes'])}"))
         position -= 1.6
     axes.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
-    axes.set_xlabel(f"ms since the begin of step {epoch_and_step[1]} of epoch {epoch_and_step[0]}")
+    epoch, number = epoch_and_step
+    axes.set_xlabel(f"ms since the begin of step {number} of epoch {epoch + 1}")
     axes.grid(axis="x", alpha=0.3)
     _legend(axes)
 

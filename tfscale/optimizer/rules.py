@@ -133,7 +133,7 @@ def warn_of_sums(rule: Any, gradients: Sequence[Any]) -> None:
         logger.warning(
             "tfscale adds up the gradients of an index that occurs repeatedly (Embedding), on one "
             "process as on several. Keras alone gives them to %s one by one, with other results: "
-            "see docs/exchanges.md, 'Sparse gradients'.",
+            "see 'Exchanges', section 'Sparse gradients', in the documentation.",
             name,
         )
 
