@@ -14,9 +14,8 @@ from tfscale.config import ConfigError, check_integer
 from tfscale.data.dataset_batches import DatasetBatches, served_in
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
-from tfscale.fit.preparation import prepare
+from tfscale.fit.preparation import prepare, prepare_again
 from tfscale.fit.session import session_for
-from tfscale.fit.steps import share_batches
 from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import Phase, own_of
 
@@ -92,9 +91,7 @@ class ChangingBatchSize(Callback):
         self._data.batch_size = self.size_of(epoch)
         if isinstance(self._data, DatasetBatches):
             self._data.open_epoch()
-        prepare(self.model)
-        if self.model.train_function is None:
-            self.model.make_train_function(force=True)
+        prepare_again(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the epoch of a dataset."""
@@ -106,7 +103,6 @@ class ChangingBatchSize(Callback):
         """Give the data its own batch size back."""
         super().on_train_end(logs)
         self._data.put_back_settings()
-        share_batches(self.model, None)
 
 
 class BatchSizeSchedule(ChangingBatchSize):

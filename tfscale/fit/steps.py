@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum, global_process_set
 from tfscale.config import ConfigError
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import RowsOfBatch, Share
 from tfscale.exchange.sync_batch_norm import global_moments
@@ -140,7 +141,7 @@ class _StepInFit:
             self._comparison.expect(data, "fit")
 
 
-def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
+def share_batches(model: keras.Model, data: tf.data.Dataset | GlobalBatches | None) -> None:
     """Let training steps compute this rank's rows of whole batches, until this is called again.
 
     The step is wrapped once, and traced again at each change. Without effect on one rank, and with
@@ -148,7 +149,7 @@ def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
 
     Args:
         model: The model that trains.
-        data: The dataset of the batches, which must be the same on all ranks; it tells why they are
+        data: The data of the batches, which must be the same on all ranks; it tells why they are
             not. None if each rank has batches of its own.
     """
     if runtime.is_single() or shares.are_used():

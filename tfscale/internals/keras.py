@@ -10,7 +10,7 @@ Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `_async_test`, `_async_predict`; `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`,
 `_last_batch_seen`, `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`,
 `_get_iterator`, `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
-`PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
+`PyDatasetAdapter._output_signature`, `_standardize_batch`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`, `global_state.get_global_attribute`,
 `seed_generator.global_seed_generator`, whose attribute has the same name.
 """
@@ -420,6 +420,26 @@ def serve_dataset(epochs: Any, dataset: Any, steps: Any) -> None:
     epochs._distributed_dataset = dataset
     epochs._num_batches = steps
     epochs.steps_per_epoch = epochs._current_iterator = None
+
+
+def serve_joined(epochs: Any, join: Callable[[Any, int, int], Any], spec_of: Any) -> None:
+    """Serve what a function makes of each batch of a PyDataset that has `with_totals`.
+
+    Args:
+        epochs: Keras's iterator of epochs.
+        join: Takes a batch with the weights of its classes, its step and its total of rows.
+        spec_of: Takes the spec of batches, and returns that of what `join` returns.
+    """
+    adapter = epochs.data_adapter
+
+    def batches() -> Iterator[Any]:
+        # Of the rest of an epoch where one is resumed.
+        for step, (batch, total) in enumerate(adapter.py_dataset.with_totals()):
+            yield join(adapter._standardize_batch(batch), step, total)
+
+    signature = spec_of(epochs._distributed_dataset.element_spec)
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    epochs._distributed_dataset = dataset.prefetch(tf.data.AUTOTUNE)
 
 
 def leave_untuned(epochs: Any) -> None:
