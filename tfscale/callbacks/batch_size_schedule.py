@@ -166,7 +166,7 @@ class BatchSizeSchedule(ChangingBatchSize):
         return [*([] if 0 in self.sizes else [data.batch_size]), *self.sizes.values()]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse data, sizes and learning rates that do not fit."""
+        """Take over the batch size of the data; refuse sizes and rates that do not suit it."""
         super().on_train_begin(logs)
         data = self.session.data
         check_data(data, self.sharded)

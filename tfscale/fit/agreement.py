@@ -211,8 +211,8 @@ def _names(callbacks: Sequence[Traits]) -> set[str]:
 
 
 def _classes(callback: Traits) -> list[str]:
-    own = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
-    return [c.__name__ for c in own] or ["Callback"]
+    classes = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
+    return [c.__name__ for c in classes] or ["Callback"]
 
 
 def _callback(callback: Traits) -> str:
@@ -371,8 +371,8 @@ def _require_equal_data(
     elif states:
         trained = [one or {"state": "no GlobalBatches", "samples": []} for one in trained]
     for name, described in (("x", trained), ("validation_data", validated)):
-        given = {rank: one["state"] for rank, one in enumerate(described) if one}
-        objects.require_equal_values(given, f"Global batches of {name} of fit", _BATCHES)
+        state_by_rank = {rank: one["state"] for rank, one in enumerate(described) if one}
+        objects.require_equal_values(state_by_rank, f"Global batches of {name} of fit", _BATCHES)
         require_same_samples([one["samples"] if one else None for one in described], name)
 
 

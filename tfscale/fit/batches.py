@@ -349,8 +349,10 @@ class BatchComparison:
 
     def _compare(self, digests: tf.Tensor, n_batches: tf.Tensor) -> tf.Tensor:
         """Gather the digests of all ranks, and raise an error if they differ. Collective."""
-        own = tf.concat([digests, n_batches[tf.newaxis]], 0)
-        digests_by_rank = collectives.allgather(own[tf.newaxis], name="digests of the batch")
+        digests_here = tf.concat([digests, n_batches[tf.newaxis]], 0)
+        digests_by_rank = collectives.allgather(
+            digests_here[tf.newaxis], name="digests of the batch"
+        )
         named = self._named
         if tf.executing_eagerly():
             self._refuse_others(named, digests_by_rank.numpy(), f"batch {int(n_batches)}")

@@ -166,8 +166,8 @@ def share_batches(model: keras.Model, data: tf.data.Dataset | GlobalBatches | No
 
 def computes_rows(model: keras.Model, step: str) -> bool:
     """Return whether a step of a model ("train_step", ...) is given batches that all ranks read."""
-    own = _step_in_fit_of(model) if step == "train_step" else None
-    return shares.are_used() or (own is not None and own.has_whole_batches)
+    step_in_fit = _step_in_fit_of(model) if step == "train_step" else None
+    return shares.are_used() or (step_in_fit is not None and step_in_fit.has_whole_batches)
 
 
 def _step_in_fit_of(model: keras.Model) -> _StepInFit | None:

@@ -196,8 +196,8 @@ def before_first_fit(act: Callable[[Any, Any], None]) -> None:
     @functools.wraps(fit)
     def first_fit(*args: Any, **kwargs: Any) -> Any:
         del keras.Model.fit
-        given = inspect.signature(fit).bind(*args, **kwargs).arguments
-        act(given["self"], given.get("callbacks"))
+        arguments = inspect.signature(fit).bind(*args, **kwargs).arguments
+        act(arguments["self"], arguments.get("callbacks"))
         return fit(*args, **kwargs)
 
     keras.Model.fit = first_fit
@@ -468,7 +468,7 @@ def begin_epoch_at(
     adapter = epochs.data_adapter
     data = getattr(adapter, "py_dataset", None)
     is_cut = rest_of(data, 0) is not None  # then only the data knows its number of steps
-    first_batch, steps = (0, None) if is_cut else _place_in_pass(epochs, epoch)
+    first_batch, steps = (0, None) if is_cut else _first_batch_and_steps(epochs, epoch)
     if steps is not None and first_step >= steps:
         first_step = max(0, steps - epochs.steps_per_execution)
     n_dropped = first_batch + first_step
@@ -494,15 +494,15 @@ def begin_epoch_at(
     return first_step
 
 
-def _place_in_pass(epochs: Any, epoch: int) -> tuple[int, int | None]:
-    """Return the batches that earlier epochs took of the same pass, and this epoch's steps."""
+def _first_batch_and_steps(epochs: Any, epoch: int) -> tuple[int, int | None]:
+    """Return the number of batches of a pass that its earlier epochs took, and an epoch's steps."""
     n_batches, per_epoch = epochs._num_batches, epochs.steps_per_epoch
     if not n_batches or not per_epoch:
         return 0, per_epoch or n_batches
     stride = epochs.steps_per_execution
     taken = math.ceil(per_epoch / stride) * stride
-    place = epoch % math.ceil(n_batches / taken) * taken
-    return place, min(per_epoch, n_batches - place)
+    first_batch = epoch % math.ceil(n_batches / taken) * taken
+    return first_batch, min(per_epoch, n_batches - first_batch)
 
 
 def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]:
