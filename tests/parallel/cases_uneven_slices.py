@@ -148,4 +148,4 @@ def case_what_cannot_weigh_ranks_is_refused():
         lambda: model.fit(data, verbose=0, callbacks=[Synchronize(), grown]), "ConfigError: "
     )
     with pytest.raises(ConfigError, match=text):
-        data_of(97, shuffle=True, drop_remainder=False)[0]
+        iter(data_of(97, shuffle=True, drop_remainder=False))

@@ -122,7 +122,7 @@ def test_bad_arguments(arguments, message):
 def test_what_depends_on_the_ranks_is_refused_at_first_use(samples, options, message):
     data = make(samples, 0, 4, **options)
     with pytest.raises(ConfigError, match=message):
-        data[0]
+        iter(data)
 
 
 def test_batch_size_may_be_set_and_the_number_of_workers_may_not():

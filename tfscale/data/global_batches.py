@@ -272,6 +272,7 @@ class GlobalBatches(keras.utils.PyDataset):
     def __iter__(self) -> Iterator[Any]:
         self._refresh_if_idle()
         epoch = self._current_epoch()
+        check_slices(epoch.slices, must_be_even=self._is_shuffled)  # which a loop by hand trains on
         return (epoch.read(step) for step in range(epoch.slices.steps))
 
     def with_totals(self, first_step: int = 0) -> Iterator[tuple[Any, int]]:
@@ -323,13 +324,12 @@ class GlobalBatches(keras.utils.PyDataset):
 
     def _refresh_if_idle(self) -> None:
         if self._is_ready() and current_pass().caller is None:
-            self._refresh(self._is_shuffled)
+            self._refresh()
 
     # The epoch being served.
 
     def _current_epoch(self) -> OpenEpoch:
-        # Shuffled data that no method of Keras reads is trained on, in a loop by hand.
-        return self._open or self._refresh(self._is_shuffled and current_pass().caller is None)
+        return self._open or self._refresh()
 
     def _refresh(self, must_be_even: bool = False) -> OpenEpoch:
         """Open the epoch of the present settings, unless it is being served already."""
