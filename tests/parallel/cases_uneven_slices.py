@@ -65,7 +65,6 @@ def case_slices_that_differ_train_and_evaluate_as_one_process():
             (97, "allreduce", WEIGHTS, None),
             (97, tfscale.Sharded(), None, CLASS_WEIGHT),
             (101, "allreduce", None, None),
-            (101, tfscale.Sharded(), WEIGHTS, None),
         ):
             own = {} if weights is None else {"sample_weight": weights[:n]}
             options = {"epochs": 2, "verbose": 0, "class_weight": class_weight}
