@@ -4,6 +4,7 @@ With 97 samples the last batch has one row, so all ranks but the first have none
 it has 5 rows.
 """
 
+import contextlib
 import functools
 
 import keras
@@ -13,10 +14,11 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.cases import sizes
-from tests.helpers.ranks import InterruptAt, Interruption, float64, require_error
+from tests.helpers.ranks import InterruptAt, Interruption, float64, require_error, shared_folder
 from tfscale.callbacks import (
     AdaptiveBatchSize,
     BatchSizeSchedule,
+    Checkpoint,
     MetricAverageCallback,
     ParameterAveraging,
     Synchronize,
@@ -127,6 +129,19 @@ def case_a_shuffled_rest_is_trained_on_and_batches_grow():
         callbacks = [Synchronize(), BatchSizeSchedule({1: 24})]
         history = model.fit(data, epochs=3, verbose=0, callbacks=callbacks)
         assert history.history["batch_size"] == list(sizes_of_epochs)
+        require_close(model.variables, alone.variables, atol=1e-10)
+
+
+@sizes(2, 3, timeout_s=120)
+def case_training_resumes_before_the_last_batch():
+    with float64(), shared_folder() as folder:
+        alone = model_of()
+        alone.fit(X[:97], Y[:97], batch_size=12, shuffle=False, epochs=2, verbose=0)
+        for others in ([InterruptAt(1, 6)], []):
+            model = model_of(tfscale.DistributedOptimizer)
+            callbacks = [Synchronize(), Checkpoint(folder, every_n_steps=1, keep=2), *others]
+            with contextlib.suppress(Interruption):
+                model.fit(data_of(97), epochs=2, verbose=0, callbacks=callbacks)
         require_close(model.variables, alone.variables, atol=1e-10)
 
 
