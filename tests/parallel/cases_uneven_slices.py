@@ -6,6 +6,7 @@ it has 5 rows.
 
 import contextlib
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -101,7 +102,9 @@ def case_other_ways_to_serve_and_call():
             [Synchronize()], add_history=True, model=model, epochs=2, verbose=0
         )
         data = data_of(n)
-        history = model.fit(data, validation_data=data, callbacks=listed, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Your input ran out of data")
+            history = model.fit(data, validation_data=data, callbacks=listed, **options)
         alone = model_of()
         expected = alone.fit(
             X[:n], Y[:n], batch_size=12, shuffle=False, validation_data=(X[:n], Y[:n]),

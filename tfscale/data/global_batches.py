@@ -253,7 +253,8 @@ class GlobalBatches(keras.utils.PyDataset):
         caller.keep_order()
         self._leave_broken_fit(caller)
         self._current_epoch()
-        is_trained_on = caller.caller == "fit" and caller.fit is not None
+        # `fit` asks for its own data before its epochs, and in these for that of validation.
+        is_trained_on = caller.caller == "fit" and caller.epoch is None
         return self._common_steps if is_trained_on else self._steps
 
     @property
