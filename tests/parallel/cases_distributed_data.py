@@ -291,3 +291,29 @@ def case_the_error_names_what_draws():
                 "x in batch 1 of epoch 1 of fit must be the same on all ranks",
                 *texts,
             )
+
+
+class Rectified(layers.Layer):
+    """Computes in place, where nothing else uses its input."""
+
+    def call(self, inputs):
+        return tf.nn.relu(-inputs)
+
+
+@sizes(2, 3)
+def case_a_batch_in_a_cache_stays_as_it_was():
+    """Verification reads the first batch, and gives it to the step: a cache has the same memory."""
+    rows = np.random.default_rng(2).normal(size=(24, 512)).astype("float32")
+
+    def losses(is_mapped):
+        keras.utils.set_random_seed(SEED)
+        model = keras.Sequential([keras.Input((512,)), Rectified(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1]))
+        data = data.map(lambda x, y: (x + 1, y)) if is_mapped else data
+        return model.fit(data.batch(8).cache(), epochs=2, verbose=0).history["loss"]
+
+    for is_mapped in (False, True):  # mapped rows are those of this rank
+        expected = losses(is_mapped)
+        with distributed():
+            np.testing.assert_allclose(losses(is_mapped), expected, rtol=1e-5)

@@ -246,8 +246,8 @@ class Checkpoint(Callback):
         """Drop a due checkpoint if parts must be sent and ranks are in different hooks."""
         if self._is_due and not self.shared and not self._is_stopping:
             is_over = self.session.is_over  # which all ranks know then
-            places = [] if is_over else objects.allgather_object(moment, name="place in fit")
-            self._is_due = len(set(places)) == 1
+            hooks = [] if is_over else objects.allgather_object(moment, name="hook of fit")
+            self._is_due = len(set(hooks)) == 1
 
     def _save(self, run: str, is_end: bool = False) -> None:
         """Copy this rank's part and begin to write it. Collective if the folder is not shared."""

@@ -86,8 +86,8 @@ class CallbackState:
     def saved(self, scope: Scope) -> Saved:
         """Copy the state."""
         state = dict(self._callback.backup_state())
-        own = enumerate(state.pop("arrays", []))
-        arrays = {f"callback/{i}": np.array(array) for i, array in own if scope.is_leader}
+        numbered = enumerate(state.pop("arrays", []))
+        arrays = {f"callback/{i}": np.array(array) for i, array in numbered if scope.is_leader}
         return Saved(arrays, {"callbacks": {"kind": kind_of(self._callback), "state": state}})
 
 

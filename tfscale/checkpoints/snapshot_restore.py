@@ -302,8 +302,8 @@ class Restore:
         groups = groups_of(model)
         self._is_exact = reader.groups == groups
         # The groups whose values are read: this rank's, or all, to be averaged.
-        own = [group_of(runtime.rank(), groups)]
-        self._groups: Sequence[Sequence[int]] = own if self._is_exact else reader.groups
+        own_group = [group_of(runtime.rank(), groups)]
+        self._groups: Sequence[Sequence[int]] = own_group if self._is_exact else reader.groups
         self._model_state = ModelState(model)  # again: groups have new slots
         self._scope = self._model_state.scope(groups)
         if not self._is_exact and len(reader.groups) > 1 and runtime.rank() == 0:
@@ -349,8 +349,8 @@ class Restore:
 
 
 def _require_same_weights(info: dict[str, Any], weights: Sequence[Any]) -> None:
-    own = [[v.path, list(v.shape)] for v in weights]
-    for i, (mine, theirs) in enumerate(itertools.zip_longest(own, info["weights"])):
+    described = [[v.path, list(v.shape)] for v in weights]
+    for i, (mine, theirs) in enumerate(itertools.zip_longest(described, info["weights"])):
         if mine is None or theirs is None or mine[1] != theirs[1]:
             raise ConfigError(
                 f"model must be that of the checkpoint. Received: weight {i} is {mine}; in the "

@@ -27,8 +27,8 @@ def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> set[int]:
     """Return the ids of weights registered as local, of further `variables`, and of their slots."""
     # Frozen weights stay local, but are missing in a model's `trainable_variables`.
-    own = [v for layer in layers_of(model) for v in weights_of(layer)]
-    local = {id(v) for v in [*variables, *_registered(model, own)]}
+    weights = [v for layer in layers_of(model) for v in weights_of(layer)]
+    local = {id(v) for v in [*variables, *_registered(model, weights)]}
     slots: set[int] = set()
     for optimizer in optimizers_of(model) if local else ():
         rule = update_rule(optimizer)
@@ -39,8 +39,8 @@ def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> s
 
 
 def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    known = distributed_optimizers(model)
-    return [v for v in variables if any(o.is_local_var(v) for o in known)]
+    optimizers = distributed_optimizers(model)
+    return [v for v in variables if any(o.is_local_var(v) for o in optimizers)]
 
 
 def common_variables(

@@ -1,6 +1,7 @@
 """Batches that all ranks read: made in an order of their own, by rows, and compared between ranks.
 
 Every rank reads the same batches under `tfscale.distribute`, and where those of a dataset grow.
+`serve_weighed` serves slices of `GlobalBatches` as rows of such batches, which may be uneven.
 Under `tfscale.distribute` the maps of a dataset run on the rank's rows only, where its steps allow
 (`RowPipelines`). A digest of all batches so far is kept in a variable. The first batches of a `fit`
 are compared before they are computed; then 32 signs that follow from the digest are sent with the
@@ -21,9 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import Rider, RowsOfBatch
-from tfscale.internals.datasets import GENERATOR, Step, iterate_in_order, steps_of
+from tfscale.internals.datasets import GENERATOR, Step, in_own_memory, iterate_in_order, steps_of
+from tfscale.internals.keras import serve_joined
 from tfscale.internals.row_maps import RowMaps, UnmovedError
 
 logger = logging.getLogger("tfscale")
@@ -226,6 +229,32 @@ def _cause_in(steps: list[Step]) -> str:
     return cause_of(None)
 
 
+# Slices that are rows of a global batch.
+
+
+def serve_weighed(epochs: Any, data: GlobalBatches) -> None:
+    """Serve slices in a running `fit` with the rows of their batches, by which ranks are weighed.
+
+    Without effect if the `fit` serves them so already.
+
+    Args:
+        epochs: Keras's iterator of epochs.
+        data: The data of the `fit`.
+    """
+    if data.weighs_in(epochs):
+        return
+    data.weigh_in(epochs)
+    serve_joined(epochs, _rows_of_batch, _spec_of_rows)
+
+
+def _rows_of_batch(rows: Any, step: int, total: int) -> RowsOfBatch:
+    return RowsOfBatch(in_own_memory(rows), np.int64(step), np.zeros((total, 0), np.float32))
+
+
+def _spec_of_rows(spec: Any) -> RowsOfBatch:
+    return RowsOfBatch(spec, tf.TensorSpec([], tf.int64), tf.TensorSpec([None, 0], tf.float32))
+
+
 # Digests.
 
 
@@ -332,8 +361,10 @@ class BatchComparison:
 
     def _compare(self, digests: tf.Tensor, n_batches: tf.Tensor) -> tf.Tensor:
         """Gather the digests of all ranks, and raise an error if they differ. Collective."""
-        own = tf.concat([digests, n_batches[tf.newaxis]], 0)
-        digests_by_rank = collectives.allgather(own[tf.newaxis], name="digests of the batch")
+        digests_here = tf.concat([digests, n_batches[tf.newaxis]], 0)
+        digests_by_rank = collectives.allgather(
+            digests_here[tf.newaxis], name="digests of the batch"
+        )
         named = self._named
         if tf.executing_eagerly():
             self._refuse_others(named, digests_by_rank.numpy(), self._batch_name(int(n_batches)))

@@ -91,8 +91,8 @@ def _watched(model: keras.Model, name: str, step: Callable[[Any], Any]) -> Calla
             outputs = step(data)
         watch = _watches.get(model)
         if isinstance(outputs, dict) and watch is not None:
-            found = {key: made.get(id(value)) for key, value in flat_items(outputs)}
-            sources = {key: source and source[1:] for key, source in found.items()}
+            source_of = {key: made.get(id(value)) for key, value in flat_items(outputs)}
+            sources = {key: source and source[1:] for key, source in source_of.items()}
             watch.returned[name] = sources
         return outputs
 

@@ -273,7 +273,8 @@ def _counted(
     step = model.train_step
 
     def counted_step(batch: Any) -> Any:
-        rows = [leaf for leaf in keras.tree.flatten(batch) if len(getattr(leaf, "shape", ())) > 0]
+        parts = batch.places if isinstance(batch, shares.RowsOfBatch) else batch
+        rows = [leaf for leaf in keras.tree.flatten(parts) if len(getattr(leaf, "shape", ())) > 0]
         share = shares.current()
         if share is not None:  # of a step around this one, which has cut the batch
             samples.assign_add(tf.cast(share.total, tf.int64))

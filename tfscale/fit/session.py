@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tfscale.comm import process, runtime
 from tfscale.data.dataset_batches import DatasetBatches, served_in
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.exchange import batch_shares as shares
 from tfscale.fit import monitoring
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
@@ -78,12 +80,16 @@ class FitSession(Progress):
         return self.call.data if served is None else served
 
     @property
-    def whole_batches(self) -> tf.data.Dataset | None:
-        """The dataset whose batches all ranks read, to compute their rows; None if there is none.
+    def whole_batches(self) -> tf.data.Dataset | GlobalBatches | None:
+        """The data of which all steps have a batch of all ranks; None if it has batches of ranks.
 
-        With `tfscale.distribute` all data is read so.
+        All ranks read the batches of a dataset, to compute their rows, and `GlobalBatches` serve
+        them with the slices if these may be uneven. With `tfscale.distribute` all data is read so.
         """
         data = self.data
+        if isinstance(data, GlobalBatches):
+            is_in_fit = self.call.epochs is not None and not shares.are_used()
+            return data if is_in_fit and data.needs_weights else None
         return data.dataset if isinstance(data, DatasetBatches) and not data.is_sharded else None
 
     def add(self, callback: Traits) -> None:

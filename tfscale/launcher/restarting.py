@@ -42,8 +42,8 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
         )
     if rule.min_ranks is None:
         return
-    known = f"in [1, {spec.size}], the number of ranks"
-    require(1 <= rule.min_ranks <= spec.size, "--min-np", known, rule.min_ranks)
+    allowed = f"in [1, {spec.size}], the number of ranks"
+    require(1 <= rule.min_ranks <= spec.size, "--min-np", allowed, rule.min_ranks)
     if spec.is_slurm:
         raise ConfigError(
             "--min-np excludes --slurm. Received: --min-np with --slurm. Leave it out, and let "

@@ -177,8 +177,8 @@ def _draw_report(rows: Sequence[Row], path: Path) -> None:
 
 def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
     """Return epoch and number of the step with the median time on rank 0."""
-    own = sorted((s for s in steps if s["rank"] == 0), key=lambda s: s["step_s"])
-    middle = own[len(own) // 2]
+    steps_of_rank_0 = sorted((s for s in steps if s["rank"] == 0), key=lambda s: s["step_s"])
+    middle = steps_of_rank_0[len(steps_of_rank_0) // 2]
     return middle["epoch"], middle["step"]
 
 
@@ -244,8 +244,8 @@ def _legend(axes: Any) -> None:
         "posted, not started": _QUEUED,
     }
     handles = [Patch(color=color, label=label) for label, color in shown.items()]
-    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(handles=handles, ncols=4, fontsize=7, frameon=False, **place)
+    above_axes = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=handles, ncols=4, fontsize=7, frameon=False, **above_axes)
 
 
 def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:

@@ -17,8 +17,8 @@ Row = dict[str, Any]
 
 def peak_of(rows: Sequence[Row]) -> Row | None:
     """Return the record with the largest theta; None if there is none with a number."""
-    known = [row for row in rows if row["theta"] is not None and math.isfinite(row["theta"])]
-    return max(known, key=lambda row: row["theta"], default=None)
+    finite = [row for row in rows if row["theta"] is not None and math.isfinite(row["theta"])]
+    return max(finite, key=lambda row: row["theta"], default=None)
 
 
 def write_report(directory: str | Path) -> str:

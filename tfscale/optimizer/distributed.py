@@ -560,8 +560,8 @@ def distributed_of(optimizer: Any) -> DistributedOptimizer | None:
 
 def distributed_optimizers(model: keras.Model | None) -> list[DistributedOptimizer]:
     """List the distributed optimizers of a model, in the order of `optimizers_of`."""
-    found = [] if model is None else [distributed_of(o) for o in internals.optimizers_of(model)]
-    return [optimizer for optimizer in found if optimizer is not None]
+    wrapped = [] if model is None else [distributed_of(o) for o in internals.optimizers_of(model)]
+    return [optimizer for optimizer in wrapped if optimizer is not None]
 
 
 def process_set_of(model: Any) -> ProcessSet:
@@ -604,8 +604,8 @@ def differing_variables(optimizer: Any) -> list[Any]:
 
 def sharded_states(model: keras.Model) -> list[KeptState]:
     """Return the complete state of each optimizer whose state the ranks share."""
-    found = [optimizer.bound.kept for optimizer in distributed_optimizers(model)]
-    return [kept for kept in found if kept is not None]
+    kept_states = [optimizer.bound.kept for optimizer in distributed_optimizers(model)]
+    return [kept for kept in kept_states if kept is not None]
 
 
 def accumulators(model: keras.Model | None) -> list[Accumulator]:

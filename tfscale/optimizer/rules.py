@@ -8,6 +8,7 @@ step, where Keras calls them, so that they are also correct after gradient accum
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -110,12 +111,12 @@ def on_pieces(optimizer: Any, reduced: Reduced, executor: Executor) -> Iterator[
         # TensorFlow's time to infer its shapes grows with the square of their number.
         stack.enter_context(replaced(rule, _all_reduce_sum_gradients=list))
         if shards is not None:
-            places = [shards.place(v) for v in reduced.variables if not overwrites_with_gradient(v)]
-            positions = [i if i in shards.pieces else -1 for i in places]
+            clipped = [v for v in reduced.variables if not overwrites_with_gradient(v)]
+            positions = [i if i in shards.pieces else -1 for i in map(shards.position, clipped)]
             pairs = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
             stack.enter_context(decaying_as(rule, pairs))
-            clipped = replaced(rule, _clip_gradients=lambda g: clip(rule, g, positions, shards))
-            stack.enter_context(clipped)
+            clip_whole = functools.partial(clip, rule, positions=positions, shards=shards)
+            stack.enter_context(replaced(rule, _clip_gradients=clip_whole))
         if rule is not optimizer and executor.has_own_gradients(reduced.variables):
             group = executor.process_set.group()
             finite = replaced(optimizer, check_finite=lambda g: are_finite(g, group))
@@ -150,8 +151,8 @@ def are_finite(gradients: Sequence[Any], group: Group | None = None) -> tf.Tenso
     if group is None:
         return flag
     call = Call(group, "are gradients finite")
-    own = tf.cast(flag, tf.int32)
-    (least,) = runtime.backend().allreduce([own], call, Reduction(ReduceOp.MIN))
+    flag_here = tf.cast(flag, tf.int32)
+    (least,) = runtime.backend().allreduce([flag_here], call, Reduction(ReduceOp.MIN))
     return tf.cast(least, tf.bool)
 
 
@@ -206,9 +207,9 @@ def _squares(
         tf.cast(parts[i], dtype) if i in parts else tf.zeros([], dtype) for i in shards.pieces
     ]
     sums = _sum_over_ranks(tf.stack(vector), shards)
-    places = {i: place for place, i in enumerate(shards.pieces)}
+    sum_of_piece = {position: number for number, position in enumerate(shards.pieces)}
     return [
-        tf.cast(sums[places[p]], s.dtype) if p >= 0 else s
+        tf.cast(sums[sum_of_piece[p]], s.dtype) if p >= 0 else s
         for p, s in zip(positions, squares, strict=True)
     ]
 

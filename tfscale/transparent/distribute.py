@@ -238,7 +238,7 @@ class Distributed:
     # Models.
 
     def _prepare(self, model: keras.Model) -> dict[str, BatchComparison]:
-        """Let the steps of a model compute shares; return the comparisons of its batches."""
+        """Let a model's steps compute this rank's rows; return the comparisons of its batches."""
         if is_alone():
             raise ConfigError(
                 "model.predict and the like must be called on all ranks under "
@@ -248,14 +248,15 @@ class Distributed:
         if model not in self._models:
             _refuse_stateful(model)
             forget(model)
-            self._models[model] = looks = {name: BatchComparison() for name in _STEPS}
+            comparisons = {name: BatchComparison() for name in _STEPS}
+            self._models[model] = comparisons
             # A script may have given the model a step of its own: `model.train_step = step`.
             self._own_steps[model] = {n: s for n, s in vars(model).items() if n in _STEPS}
-            steps_of_shares = {
-                name: wrap(getattr(model, name), look=self._look(looks[name]))
+            steps_on_rows = {
+                name: wrap(getattr(model, name), look=self._look(comparisons[name]))
                 for name, wrap in _STEPS.items()
             }
-            replace_methods(model, **steps_of_shares)
+            replace_methods(model, **steps_on_rows)
             watch(model)
             drop_functions(model)
         return self._models[model]
