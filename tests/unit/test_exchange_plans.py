@@ -7,10 +7,10 @@ import pytest
 import tfscale
 from tests.helpers.grid_exchange import EXCHANGES, GridSum
 from tfscale.comm.backends.base import Group
-from tfscale.config import ConfigError
+from tfscale.config import ConfigError, PlanError
 from tfscale.exchange.auto import Mixed
 from tfscale.exchange.base import resolve
-from tfscale.exchange.plan import Parameter, Rows, Table
+from tfscale.exchange.plan import GradientOptions, Parameter, Rows, Table, Wire
 from tfscale.plan.buckets import GradientSpec
 
 GROUP = Group(0, (0, 1, 2, 3), 1)
@@ -119,3 +119,9 @@ def test_an_exchange_of_ones_own():
     assert {type(part) for part in plan.parts} == {GridSum, Rows}
     with pytest.raises(ConfigError, match="exchange must be one of 'allreduce', .*'grid'"):
         resolve("grids")
+
+
+def test_a_strategy_that_cuts_and_does_not_say_so():
+    wire = Wire(GROUP, GradientOptions(), ())
+    with pytest.raises(PlanError, match="is_sharding = True"):
+        _ = wire.cut

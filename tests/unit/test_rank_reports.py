@@ -282,21 +282,25 @@ def trained(*texts):
 
 def test_closing_lines_say_what_to_try_next():
     assert trained("", "") == ""  # trained nothing
-    text = trained("0.30 1500000 allreduce 0", "0.10 1500000 allreduce 0")
+    text = trained("0.30 1500000 allreduce 0 32", "0.10 1500000 allreduce 0 32")
     assert (
         "the last steps spent 20 % of their time waiting" in text
         and "a step exchanges 1.5 MB" in text
     )
     assert "--exchange auto" in text and "more ranks" not in text
-    assert "--exchange auto" not in trained("0.30 1500000 mixed 0", "")
-    assert "a step exchanges 102 MB" in trained("0.30 102400000 allreduce 0", "")
-    little = ("0.04 1500000 allreduce 0", "0.01 1500000 allreduce 0")
+    assert "--exchange auto" not in trained("0.30 1500000 mixed 0 32", "")
+    assert "a step exchanges 102 MB" in trained("0.30 102400000 allreduce 0 32", "")
+    # Nothing is advised that is in use.
+    assert "int8" in trained("0.30 1500000 sharded 0 16", "")
+    assert "ompression" not in trained("0.30 1500000 sharded 0 8", "")
+    assert "was still measuring" in trained("0.30 1500000 undecided 0 32", "")
+    little = ("0.04 1500000 allreduce 0 32", "0.01 1500000 allreduce 0 32")
     assert "try next: more ranks. See " in trained(*little)
     # What is sent is so little that another way to send it would change nothing.
-    text = trained("0.30 40000 allreduce 0", "")
+    text = trained("0.30 40000 allreduce 0 32", "")
     assert "exchanges 0.04 MB" in text and "larger batches or fewer ranks" in text
     assert "exchange=" not in text and "bf16" not in text
     # On one of the hosts ranks outnumber cores.
-    text = trained("0.30 1500000 allreduce 0", "0.30 1500000 allreduce 1")
+    text = trained("0.30 1500000 allreduce 0 32", "0.30 1500000 allreduce 1 32")
     assert "next: fewer ranks" in text and "bf16" not in text and "larger batches" not in text
-    assert "next: no more ranks" in trained("0.01 1500000 allreduce 1", "")
+    assert "next: no more ranks" in trained("0.01 1500000 allreduce 1 32", "")

@@ -49,7 +49,7 @@ def test_states_replace_each_other_and_leave_other_texts_as_they_are(status):
     process.write_state(process.FINISHED)
     found = process.read(status)
     assert found.was_asked and found.has_saved
-    assert (found.state, found.training) == (process.FINISHED, "0.5000 1000000 auto 0")
+    assert (found.state, found.training) == (process.FINISHED, "0.5000 1000000 auto 0 32")
     assert found.error.endswith("xwhy\n")  # long ones keep their end
 
 

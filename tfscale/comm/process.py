@@ -209,7 +209,7 @@ def write_request(has_saved: bool = False) -> None:
 
 
 def write_training(
-    waiting: float, step_bytes: float, exchange: str, is_crowded: bool = False
+    waiting: float, step_bytes: float, exchange: str, is_crowded: bool = False, bits: int = 32
 ) -> None:
     """Record a `fit` for the closing lines of `tfscale run`.
 
@@ -218,8 +218,10 @@ def write_training(
         step_bytes: Bytes that a step exchanges.
         exchange: Name of the strategy, without spaces.
         is_crowded: Whether more ranks than cores share this host.
+        bits: Of a value that is sent.
     """
-    _write("training", f"{waiting:.4f} {step_bytes:.0f} {exchange} {int(is_crowded)}".encode())
+    words = (f"{waiting:.4f}", f"{step_bytes:.0f}", exchange, int(is_crowded), bits)
+    _write("training", " ".join(map(str, words)).encode())
 
 
 def write_error(text: str) -> None:

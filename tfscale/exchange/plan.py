@@ -20,7 +20,7 @@ from tfscale.comm import eager, runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.collectives import allreduce_sparse
 from tfscale.comm.compression import QuantizedCompressor
-from tfscale.config import ConfigError, require
+from tfscale.config import ConfigError, PlanError, require
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.residuals import Cuts, Residuals, Update
 from tfscale.exchange.shards import Shards, label_of, name_of
@@ -149,6 +149,17 @@ class Wire:
     # What else is to be sent: the first sum takes it. `checks` is what the update must wait for.
     riders: list[shares.Rider] = field(default_factory=list, compare=False)
     checks: list[tf.Tensor] = field(default_factory=list, compare=False)
+
+    @property
+    def cut(self) -> Shards:
+        """The pieces of the parameters that are cut."""
+        if self.shards is None:
+            raise PlanError(
+                "plan() may return segments only where updates are of pieces. Received: segments, "
+                "and whole variables. Set `is_sharding = True` in the strategy, and let `whole()` "
+                "return one without segments, for uses that cannot cut, such as a tape."
+            )
+        return self.shards
 
     def call(self, indices: Sequence[int], group: Group | None = None) -> Call:
         """Return label and order of a collective for the gradients of some variables."""
@@ -334,15 +345,15 @@ class Scatter(Part):
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Sum this rank's segment over the ranks and split it into gradients of its pieces."""
-        assert wire.shards is not None
+        shards = wire.cut
         tensors = [gradients[i] for i in self.indices]
-        flat = self.scatter(tensors, wire.shards.call("gradients", self.indices), wire)
+        flat = self.scatter(tensors, shards.call("gradients", self.indices), wire)
         results: dict[int, Any] = {}
         begin = 0
         for i in self.indices:
-            owned = wire.shards.owned(i)
+            owned = shards.owned(i)
             end = begin + (owned.count if owned else 0)
-            results[i] = wire.shards.shaped(i, flat[begin:end])
+            results[i] = shards.shaped(i, flat[begin:end])
             begin = end
         return results
 
@@ -381,12 +392,12 @@ class Partial(Part):
 
     def reduce(self, gradients: Mapping[int, Any], wire: Wire) -> dict[int, Any]:
         """Return the gradient of this rank's piece."""
-        assert wire.shards is not None
+        shards = wire.cut
         (i,) = self.indices
         if self.has_own_rows:
             rows = _own_rows(gradients[i], wire.variables[i].shape[0], wire.group)
             return {i: tf.reshape(rows, [-1])}
-        return {i: wire.shards.part(i, tf.convert_to_tensor(gradients[i]))}
+        return {i: shards.part(i, tf.convert_to_tensor(gradients[i]))}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tfscale.comm import process, runtime
 from tfscale.data.dataset_batches import DatasetBatches, served_in
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
+from tfscale.exchange.auto import Auto
 from tfscale.fit import monitoring
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
@@ -137,10 +138,16 @@ class FitSession(Progress):
             return sum(step[name] for step in steps)
 
         optimizer = distributed_of(optimizer_of(self.model))
-        name = "" if optimizer is None else type(optimizer.strategy).__name__.lower()
+        name, bits = "none", 32
+        if optimizer is not None:
+            strategy = optimizer.strategy
+            is_open = isinstance(strategy, Auto) and strategy.outcome is None
+            name = "undecided" if is_open else type(strategy).__name__.lower()
+            bits = getattr(optimizer.bound.executor.options.compression, "bits", 32)
         waiting = (total("exposed_s") + total("forward_wait_s")) / total("step_s")
         step_bytes = total("bytes") / total("n_steps")
-        process.write_training(waiting, step_bytes, name or "none", runtime.backend().is_crowded)
+        is_crowded = runtime.backend().is_crowded
+        process.write_training(waiting, step_bytes, name, is_crowded, bits)
 
     def stop_together(self) -> None:
         """Delay stops until all ranks know of them."""

@@ -190,8 +190,8 @@ def describe_training(reports: Sequence[Report]) -> str:
     if not trained:
         return ""
     waiting = statistics.mean(float(share) for share, *_ in trained)
-    _, step_bytes, exchange, _ = trained[0]
-    is_crowded = any(crowded == "1" for *_, crowded in trained)
+    _, step_bytes, exchange, _, bits = trained[0]
+    is_crowded = any(crowded == "1" for *_, crowded, _ in trained)
     sent = int(step_bytes) / 1e6
     shown = f"{sent:.0f}" if sent >= 10 else f"{sent:.2g}"
     advice = "no more ranks: these share cores" if is_crowded else "more ranks"
@@ -200,8 +200,14 @@ def describe_training(reports: Sequence[Report]) -> str:
     elif waiting >= _LITTLE_WAITING and sent < _SMALL_MB:
         advice = "larger batches or fewer ranks: latency dominates messages this small"
     elif waiting >= _LITTLE_WAITING:
-        auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (--exchange auto), '
-        advice = f"{auto}compression=tfscale.Compression.bf16, larger batches"
+        chosen = {
+            "allreduce": ('exchange="auto" (--exchange auto)',),
+            "undecided": ('more steps: exchange="auto" was still measuring at the end',),
+        }
+        fewer = {"32": ("compression=tfscale.Compression.bf16",)}
+        fewer["16"] = ("compression=tfscale.Compression.int8",)
+        more = (*chosen.get(exchange, ()), *fewer.get(bits, ()), "larger batches")
+        advice = ", ".join(more)
     return (
         f"tfscale: the last steps spent {100 * waiting:.0f} % of their time waiting for "
         f"communication; a step exchanges {shown} MB.\n"
