@@ -122,6 +122,6 @@ def test_an_exchange_of_ones_own():
 
 
 def test_a_strategy_that_cuts_and_does_not_say_so():
-    wire = Wire(GROUP, GradientOptions(tfscale.Compression.none), ())
+    wire = Wire(GROUP, GradientOptions(compression=tfscale.Compression.none), ())
     with pytest.raises(PlanError, match="is_sharding = True"):
         _ = wire.cut
