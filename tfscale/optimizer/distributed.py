@@ -23,6 +23,7 @@ from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Request
 from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
+from tfscale.exchange.tables import TableRows, table_of
 from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.trace import drop_traces
@@ -169,9 +170,12 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         if not self._ready(variables).is_compared and first_step.compare(self, variables):
             self.note_compared()
         if shares.current() is not None:
-            # Layers that exchange activations have weighted what they sent.
+            # Layers that exchange activations, or rows, have weighted what they sent.
             pairs = zip(grads, variables, strict=True)
-            grads = [shares.weighted(g) if use_of(v) == "weights" else g for g, v in pairs]
+            grads = [
+                shares.weighted(g) if use_of(v) == "weights" and table_of(v) is None else g
+                for g, v in pairs
+            ]
         if self._self_bound.executor.process_set.size() > 1:
             refuse_outer_scaler(DistributedOptimizer)
         bound = self._self_bound
@@ -274,6 +278,9 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         `tfscale.prepare` calls this. `global_batch` counts the samples of all ranks together.
         """
         bound, rule = self._ready(), internals.update_rule(self.__wrapped__)
+        keeps = bound.executor.options.repeated_indices == "keras"
+        tables = [v for v in model.trainable_variables if isinstance(v, TableRows)]
+        is_new = any([rows.follow(keeps) for rows in tables])
         is_alone = internals.trains_all(model)
         may_cut = is_alone and self._self_accumulator is None and bound.groups is None
         has_changed = bound.executor.choose_dense(
@@ -286,7 +293,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
                 drop_traces([raw_variable(v) for v in variables])
             self.build(model.trainable_variables)
             self._self_bound = self._self_bound.attached(model)
-        return has_changed
+        return has_changed or is_new
 
     # Strategies that change
 
