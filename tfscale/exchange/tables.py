@@ -13,7 +13,7 @@ the gradient of another rank's rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,9 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group
+from tfscale.comm.meeting import Meeting
 from tfscale.comm.runtime import ProcessSet, global_process_set
+from tfscale.config import ExchangeError, settings
 from tfscale.exchange import batch_shares as shares
 from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import row_cuts
@@ -64,7 +66,7 @@ class Table:
             return 1
         middle = round(self.n_rows * _GOLDEN)
         near = (middle + sign * step for step in range(self.n_rows) for sign in (1, -1))
-        return next((f for f in near if 0 < f and math.gcd(f, self.n_rows) == 1), 1)
+        return next((f for f in near if f > 0 and math.gcd(f, self.n_rows) == 1), 1)
 
     @property
     def cuts(self) -> list[int]:
@@ -115,6 +117,7 @@ class TableRows(keras.Variable):
         """Create the rows by `initialize(shape, dtype)`; options are those of keras.Variable."""
         begin, end = table.own
         self.table, self.lazy, self.keeps_repeats, self.n_loads = table, lazy, False, 0
+        self._meeting = Meeting(table.group) if table.group.size > 1 else None
         super().__init__(initialize, shape=(end - begin, table.width), **options)
 
     @property
@@ -122,6 +125,16 @@ class TableRows(keras.Variable):
         """The range of the flat table, in the order of positions, that this rank holds."""
         begin, end = self.table.own
         return begin * self.table.width, end * self.table.width
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks; `what` names the operation in the error. Collective."""
+        timeout_s = settings().save_timeout_s
+        if self._meeting is not None and not self._meeting.wait(timeout_s):
+            raise ExchangeError(
+                f"{what} must run on all ranks, which share the rows of {self.path}. Received: "
+                f"{what} on rank {runtime.rank()}, and not all other ranks joined within "
+                f"{timeout_s:g} s (TFSCALE_SAVE_TIMEOUT_S). Call it on every rank."
+            )
 
     def follow(self, keeps_repeats: bool) -> bool:
         """Let gradients of one id be sent apart, or not; return whether to trace again."""
@@ -131,13 +144,22 @@ class TableRows(keras.Variable):
     def load(self, source: Any) -> None:
         """Take this rank's rows of a whole table, which is read in slices of consecutive ids."""
         raw = raw_variable(self)
-        rank = max(self.table.group.rank, 0)
-        for ids in self.table.slices(tf.as_dtype(self.dtype).size):
-            places, rows = self.table.rows_of(ids, rank)
-            if len(places):
-                values = np.asarray(source[ids.start : ids.stop])[places]
-                write_rows(raw, tf.constant(rows), tf.cast(values, raw.dtype))
+        for rows, values in self._own_parts(source):
+            write_rows(raw, tf.constant(rows), tf.cast(values, raw.dtype))
         self.n_loads += 1
+
+    def part_of(self, source: Any, dtype: Any) -> np.ndarray:
+        """This rank's rows of a whole table, or of a slot of an optimizer for it."""
+        result = np.empty(tuple(self.shape), dtype)
+        for rows, values in self._own_parts(source):
+            result[rows] = values
+        return result
+
+    def _own_parts(self, source: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for ids in self.table.slices(tf.as_dtype(self.dtype).size):
+            places, rows = self.table.rows_of(ids, max(self.table.group.rank, 0))
+            if len(places):
+                yield rows, np.asarray(source[ids.start : ids.stop])[places]
 
 
 def table_of(variable: Any) -> Table | None:
@@ -155,24 +177,26 @@ def write_rows(raw: Any, rows: Any, values: Any) -> None:
     raw.scatter_update(tf.IndexedSlices(values, rows))
 
 
-def gathered(table: Table, variable: Any, ids: range, root: int | None = None) -> np.ndarray:
+def gathered(
+    table: Table, variable: Any, ids: range, receivers: Sequence[int] | None = None
+) -> np.ndarray:
     """The rows of some ids, from the ranks that hold them. Collective, eager.
 
     Args:
         table: The table.
         variable: This rank's rows of it, or a slot of an optimizer for them.
         ids: Consecutive ids, the same on all ranks.
-        root: The member that receives the rows; None for all.
+        receivers: The members that receive the rows; None for all.
 
     Returns:
-        Rows in the order of ids; those of ranks that receive nothing are not set.
+        Rows in the order of ids; none on members that receive nothing.
     """
     raw, group = raw_variable(variable), table.group
     places, rows = table.rows_of(ids, max(group.rank, 0))
     own = read_rows(raw, tf.constant(rows))
     if group.size == 1:
-        return own.numpy()[np.argsort(places)]  # all of them
-    receivers = range(group.size) if root is None else [root]
+        return np.asarray(own)
+    receivers = range(group.size) if receivers is None else receivers
     result = np.empty((len(ids) if group.rank in receivers else 0, table.width), raw.dtype.name)
     for receiver in receivers:
         splits = [len(places) if rank == receiver else 0 for rank in range(group.size)]
@@ -185,17 +209,17 @@ def gathered(table: Table, variable: Any, ids: range, root: int | None = None) -
     return result
 
 
-def whole(table: Table, variable: Any, root: int | None = None) -> np.ndarray | None:
+def whole(table: Table, variable: Any, receivers: Sequence[int] | None = None) -> np.ndarray | None:
     """The whole table, or slot, in the order of ids. Collective, eager; it is sent in slices.
 
     Returns:
-        An array on the member `root`, or on all for None; None elsewhere.
+        An array on the members `receivers`, or on all for None; None elsewhere.
     """
     raw, group = raw_variable(variable), table.group
-    is_here = root is None or group.rank in (root, -1)
+    is_here = receivers is None or group.size == 1 or group.rank in receivers
     result = np.empty((table.n_rows, table.width), raw.dtype.name) if is_here else None
     for ids in table.slices(raw.dtype.size):
-        rows = gathered(table, variable, ids, root)
+        rows = gathered(table, variable, ids, receivers)
         if result is not None:
             result[ids.start : ids.stop] = rows
     return result
@@ -275,7 +299,7 @@ def look_up(
         0,
     )
     message = tf.concat([distinct, tf.fill([group.size], header)], 0)
-    message = tf.scatter_nd(slots[:, tf.newaxis], message, tf.shape(slots, tf.int64))
+    message = tf.scatter_nd(slots[:, tf.newaxis], message, tf.shape(slots))
     backend = runtime.backend()
     received, counts = backend.alltoall(message, n_asked + 1, calls.call(group, "ids"))
     first = tf.cumsum(counts, exclusive=True)

@@ -15,6 +15,7 @@ from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit import monitoring
 from tfscale.fit.session import session_for, session_of
 from tfscale.fit.steps import share_batches
+from tfscale.fit.table_passes import join_passes
 from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals import keras as internals
 from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
@@ -85,6 +86,7 @@ def prepare(
         watch.count_samples(model)
     _guard(model)
     make_saves_safe(model)
+    join_passes(model)
     return model
 
 
@@ -183,6 +185,8 @@ def build_model(model: keras.Model) -> None:
     if type(optimizer) is DistributedOptimizer and internals.is_built(model):
         _wire(optimizer, model)  # the layers may not have existed when the model was prepared
         _share_statistics(model)
+        if not runtime.is_single():
+            join_passes(model)
 
 
 def build_optimizer(model: keras.Model) -> None:

@@ -361,9 +361,9 @@ def slot_lists(rule: Any, index: int) -> list[tuple[str, int, Any]]:
     for name, value in vars(rule).items():
         if name in ("_variables", "_trainable_variables", "_accumulated_gradients"):
             continue
-        if isinstance(value, list | tuple) and len(value) == n_variables:
-            if hasattr(value[index], "assign"):
-                found.append((name, index, value[index]))
+        is_list = isinstance(value, list | tuple) and len(value) == n_variables
+        if is_list and hasattr(value[index], "assign"):
+            found.append((name, index, value[index]))
     return found
 
 

@@ -12,7 +12,7 @@ from tfscale.comm import runtime
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, check_integer, require
 from tfscale.exchange.tables import Calls, Table, TableRows, gathered, look_up, whole, write_rows
-from tfscale.internals.keras import raw_variable
+from tfscale.internals.keras import layers_of, raw_variable
 
 WHOLE_BYTES = 256 << 20  # of tables that are drawn at once, as Keras draws them
 _BLOCK_BYTES = 16 << 20  # of larger ones
@@ -339,13 +339,14 @@ class ShardedEmbedding(keras.layers.Layer):
 
     # Saving
 
-    def gather_for_saving(self, root: int) -> None:
-        """Keep the whole table on the member `root` until `forget`. Collective."""
-        self._whole = whole(self._table, self._embeddings, root)
+    @property
+    def rows(self) -> TableRows:
+        """This rank's rows, in the order of their positions."""
+        return self._embeddings
 
-    def forget(self) -> None:
-        """Drop the table that was gathered."""
-        self._whole = None
+    def keep_whole(self, table: np.ndarray | None) -> None:
+        """Keep the whole table, to be saved by this rank; None drops it."""
+        self._whole = table
 
     def save_own_variables(self, store: Any) -> None:
         """Write the whole table, as keras.layers.Embedding does."""
@@ -363,6 +364,11 @@ class ShardedEmbedding(keras.layers.Layer):
     def load_own_variables(self, store: Any) -> None:
         """Read this rank's rows of a saved table, in slices."""
         self.set_rows(store["0"])
+
+
+def sharded_embeddings(model: keras.Model) -> list[ShardedEmbedding]:
+    """The built layers of a model whose rows the ranks share, each once."""
+    return [x for x in layers_of(model) if type(x) is ShardedEmbedding and x.built]
 
 
 class _Untracked:

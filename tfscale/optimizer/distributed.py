@@ -23,17 +23,20 @@ from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Request
 from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
-from tfscale.exchange.tables import TableRows, table_of
+from tfscale.exchange.tables import table_of
 from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.trace import drop_traces
 from tfscale.internals.tracking import Represented
+from tfscale.layers.sharded_embedding import sharded_embeddings
 from tfscale.optimizer import first_step
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.bound import Bound
 from tfscale.optimizer.nonfinite import NonFinite, Policy
 from tfscale.optimizer.rules import refuse_bypassed, refuse_outer_scaler, why_uncut
 from tfscale.optimizer.state import KeptState, n_bytes
+from tfscale.optimizer.table_rules import tables_of
+from tfscale.optimizer.table_state import KeptTables
 from tfscale.plan.buckets import owner_of
 
 logger = logging.getLogger("tfscale")
@@ -64,6 +67,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
     _self_bound: Bound
     _self_accumulator: Accumulator | None
+    _self_tables: KeptTables | None
     _self_watch: Any  # of an exchange that measures steps; None until one is seen
 
     if TYPE_CHECKING:  # wrapt's types let attributes be read only
@@ -141,7 +145,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         strategy.refuse(options, nonfinite, f"exchange={exchange!r}")
         request = Request(strategy, options, process_set, scale_local_gradients)
         self._self_bound = Bound.of(optimizer, request, NonFinite(nonfinite))
-        self._self_watch = None
+        self._self_watch = self._self_tables = None
         self._self_accumulator = None
         if backward_passes_per_step > 1:
             refuse_replicated(strategy.within_group())
@@ -279,8 +283,11 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         """
         bound, rule = self._ready(), internals.update_rule(self.__wrapped__)
         keeps = bound.executor.options.repeated_indices == "keras"
-        tables = [v for v in model.trainable_variables if isinstance(v, TableRows)]
+        layers = sharded_embeddings(model)
+        tables = [layer.rows for layer in layers]
         is_new = any([rows.follow(keeps) for rows in tables])
+        if tables:
+            self._self_tables = KeptTables(layers, tables, rule, rule is not self.__wrapped__)
         is_alone = internals.trains_all(model)
         may_cut = is_alone and self._self_accumulator is None and bound.groups is None
         has_changed = bound.executor.choose_dense(
@@ -414,6 +421,15 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     # State, complete wherever Keras or a user reads it
 
     @property
+    def tables(self) -> KeptTables | None:
+        """The tables of the model, or among the variables; None without any."""
+        rule = internals.update_rule(self.__wrapped__)
+        found = tables_of(internals.trained_by(rule))
+        if self._self_tables is None and found:
+            self._self_tables = KeptTables([], found, rule, rule is not self.__wrapped__)
+        return self._self_tables
+
+    @property
     def shares_state(self) -> bool:
         """Whether each rank holds a part of the state, or will once it is built."""
         return self._ready().is_cutting
@@ -442,11 +458,15 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         Raises:
             ExchangeError: Communication failed.
         """
-        kept = self._self_bound.kept
-        if kept is None:
-            return [variable.numpy() for variable in self.__wrapped__.variables]
-        arrays = kept.gather()
-        kept.keep_on_first()
+        kept, tables = self._self_bound.kept, self.tables
+        variables = self.__wrapped__.variables
+        arrays = [variable.numpy() for variable in variables] if kept is None else kept.gather()
+        if kept is not None:
+            kept.keep_on_first()
+        if tables is not None:
+            tables.gather()
+            arrays = tables.replace(variables, arrays)
+            tables.keep_on_first()
         return arrays
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
@@ -454,16 +474,21 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
 
         Collective where parameters are sharded, unless `full_state` was called before.
         """
-        kept = self._self_bound.kept
-        if kept is None:
+        kept, tables = self._self_bound.kept, self.tables
+        if kept is None and tables is None:
             self.__wrapped__.save_own_variables(store)
             return
-        for i, value in enumerate(kept.read("saving")):
+        variables = self.__wrapped__.variables
+        values = [v.numpy() for v in variables] if kept is None else kept.read("saving")
+        values = values if tables is None else tables.replace(variables, values)
+        for i, value in enumerate(values):
             store[str(i)] = value
 
     def load_own_variables(self, store: dict[str, Any]) -> None:
         """Load this rank's part of a complete state."""
-        kept = self._self_bound.kept
+        kept, tables = self._self_bound.kept, self.tables
+        if tables is not None:
+            store = tables.cut(self.__wrapped__.variables, store)
         if kept is None or len(store) != len(self.__wrapped__.variables):
             self.__wrapped__.load_own_variables(store)
             return
@@ -609,9 +634,10 @@ def differing_variables(optimizer: Any) -> list[Any]:
     return kept.parts if kept else []
 
 
-def sharded_states(model: keras.Model) -> list[KeptState]:
-    """Return the complete state of each optimizer whose state the ranks share."""
-    found = [optimizer.bound.kept for optimizer in distributed_optimizers(model)]
+def sharded_states(model: keras.Model) -> list[KeptState | KeptTables]:
+    """Return the complete state of each optimizer whose state the ranks share, and tables."""
+    optimizers = distributed_optimizers(model)
+    found = [kept for o in optimizers for kept in (o.bound.kept, o.tables)]
     return [kept for kept in found if kept is not None]
 
 

@@ -21,14 +21,14 @@ from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.plan import values_of
 from tfscale.exchange.shards import Shards
+from tfscale.exchange.tables import TableRows
 from tfscale.internals.optimizers import (
     decaying_as,
     has_outer_scaler,
-    overwrites_with_gradient as _is_overwritten,
+    overwrites_with_gradient,
     replaced,
     update_rule,
 )
-from tfscale.exchange.tables import TableRows
 from tfscale.optimizer.lars import LARS
 from tfscale.optimizer.table_rules import on_rows
 
@@ -114,7 +114,7 @@ def on_pieces(optimizer: Any, reduced: Reduced, executor: Executor) -> Iterator[
         stack.enter_context(on_rows(rule))
         group = executor.process_set.group()
         pairs = zip(reduced.gradients, reduced.variables, strict=True)
-        given = [v for g, v in pairs if g is not None and not _is_overwritten(v)]
+        given = [v for g, v in pairs if g is not None and not overwrites_with_gradient(v)]
         parts = Parts(group, shards, given)
         if shards is not None:
             originals = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
@@ -176,7 +176,9 @@ class Parts:
         pieces = {} if shards is None else {i: place for place, i in enumerate(shards.pieces)}
         tables = [v for v in variables if isinstance(v, TableRows) and group.size > 1]
         at = {id(v): len(pieces) + i for i, v in enumerate(tables)}
-        known = {} if shards is None else {id(v): pieces.get(shards.place(v), -1) for v in variables}
+        known = (
+            {} if shards is None else {id(v): pieces.get(shards.place(v), -1) for v in variables}
+        )
         self.places = [at.get(id(v), known.get(id(v), -1)) for v in variables]
         self.n_places, self.are_any = len(pieces) + len(tables), shards is not None or bool(tables)
         # Keras clips other sparse gradients by their values, perhaps of repeated indices.
@@ -229,7 +231,9 @@ def clip(rule: Any, gradients: Sequence[Any], parts: Parts) -> list[Any]:
         return [_times(g, scale) for g in gradients]
     if rule.clipvalue and rule.clipvalue > 0:
         limit = rule.clipvalue
-        return [_changed(g, lambda values: tf.clip_by_value(values, -limit, limit)) for g in gradients]
+        return [
+            _changed(g, lambda values: tf.clip_by_value(values, -limit, limit)) for g in gradients
+        ]
     return list(gradients)
 
 

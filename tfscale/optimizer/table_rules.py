@@ -76,9 +76,9 @@ def on_rows(rule: Any) -> Iterator[None]:
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         rows = tables.get(id(raw_variable(variable)))
-        if rows is None or _is_small(rows) and not _is_by_row(rule, rows):
+        if rows is None or (_is_small(rows) and not _is_by_row(rule, rows)):
             update(gradient, variable, learning_rate)
-        else:
+        elif rows.shape[0] > 0:  # rules of Keras fail on no rows
             _Update(rule, update, rows, learning_rate).run(gradient)
 
     with replaced(rule, update_step=update_step, _apply_weight_decay=decay):
@@ -103,7 +103,7 @@ def _without_tables(rule: Any, tables: dict[int, TableRows]) -> Any:
 
 def _is_small(rows: TableRows) -> bool:
     raw = raw_variable(rows)
-    return int(raw.shape[0]) * int(raw.shape[1]) * raw.dtype.size <= SLICE_BYTES
+    return 0 < int(raw.shape[0]) * int(raw.shape[1]) * raw.dtype.size <= SLICE_BYTES
 
 
 def _is_by_row(rule: Any, rows: TableRows) -> bool:
@@ -163,8 +163,6 @@ class _Update:
         """Let Keras's rule update rows and their slots, by a gradient of these rows."""
         raws = [self._raw, *(raw_variable(slot) for _, _, slot in self._slots)]
         parts = [_Rows(read_rows(raw, at)) for raw in raws]
-        if not self._rows.keeps_repeats and isinstance(gradient, tf.IndexedSlices):
-            gradient = tf.convert_to_tensor(gradient)
         if decays(self._rule, self._rows):
             rate = tf.cast(self._rate, parts[0].dtype)
             factor = tf.cast(self._rule.weight_decay, parts[0].dtype)
