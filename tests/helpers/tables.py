@@ -12,7 +12,7 @@ from tests.helpers.ranks import float64
 
 BATCH, STEPS = 24, 5
 N_ROWS, N_FEW, WIDTH = 37, 2, 4  # with fewer rows than ranks, too
-SLICED = 1_300_000  # values of a table that is updated in slices
+MANY = 600_001  # rows of a table that is updated in slices
 
 
 def ids_of(n: int = BATCH * STEPS) -> tuple[np.ndarray, np.ndarray]:
