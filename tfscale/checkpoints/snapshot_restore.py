@@ -16,7 +16,14 @@ import numpy as np
 
 from tfscale.checkpoints.files import DamagedError, Part, UnreadableError, empty_info
 from tfscale.checkpoints.resumable import CallbackState, read_counters, resumables
-from tfscale.checkpoints.variables import MetricState, ModelState, distinct, group_of, mean_of
+from tfscale.checkpoints.variables import (
+    MetricState,
+    ModelState,
+    TableState,
+    distinct,
+    group_of,
+    mean_of,
+)
 from tfscale.comm import runtime
 from tfscale.config import ConfigError, ExchangeError, settings
 from tfscale.exchange.states import Range, Saved, SavedStates, Scope
@@ -60,7 +67,8 @@ def take_snapshot(
         "keras_callbacks": read_counters(callbacks, is_end),
     }
     states = [
-        *((None, state) for state in (of_model, MetricState(model, position.step > 0))),
+        *((None, state) for state in (of_model, TableState(model))),
+        (None, MetricState(model, position.step > 0)),
         *enumerate(map(OptimizerState, optimizers_of(model))),
         (None, RandomState()),
         *enumerate(map(CallbackState, resumables(callbacks))),
@@ -263,6 +271,10 @@ class StatesOf:
             return self.own.arrays[name]
         return self.reader.share(_numbered(name, self.number), mode)
 
+    def piece(self, name: str, rank: int, start: int, stop: int) -> np.ndarray:
+        """Return some elements of a rank's flattened array; no others are read."""
+        return self.reader.parts[rank].slice(_numbered(name, self.number), start, stop)
+
     def slot(self, name: str, want: Range | None) -> np.ndarray:
         """Return a slot, or a range of it; a mean over groups."""
         name = f"{self.number}/{name}"
@@ -316,6 +328,7 @@ class Restore:
         optimizers = optimizers_of(self._model)
         try:
             self._model_state.restored(self._saved(None))
+            TableState(self._model).restored(self._saved(None))
             for number, state in enumerate(map(OptimizerState, optimizers)):
                 state.restored(self._saved(number))
             RandomState().restored(self._saved(None))

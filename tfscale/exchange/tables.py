@@ -148,6 +148,21 @@ class TableRows(keras.Variable):
             write_rows(raw, tf.constant(rows), tf.cast(values, raw.dtype))
         self.n_loads += 1
 
+    def take(self, held: tuple[int, int], read: Callable[[int, int], np.ndarray]) -> None:
+        """Take the rows of this rank that another rank held, in slices.
+
+        Args:
+            held: The range of the flat table that the other rank held.
+            read: Returns elements of this range, from one to another.
+        """
+        width, raw, (first, last) = self.table.width, raw_variable(self), self.held
+        begin, end = max(first, held[0]) // width, min(last, held[1]) // width
+        for rows in self.table.slices(raw.dtype.size, begin, end):
+            flat = read(rows.start * width - held[0], rows.stop * width - held[0])
+            own = tf.range(rows.start - first // width, rows.stop - first // width)
+            write_rows(raw, own, tf.cast(np.reshape(flat, (len(rows), width)), raw.dtype))
+        self.n_loads += 1
+
     def part_of(self, source: Any, dtype: Any) -> np.ndarray:
         """This rank's rows of a whole table, or of a slot of an optimizer for it."""
         result = np.empty(tuple(self.shape), dtype)
@@ -266,7 +281,8 @@ def look_up(
         Rows of shape [n, width] in the dtype of the table, and whether any rank looks up.
 
     Raises:
-        InvalidArgumentError: On all ranks, if an id of any rank is no row.
+        ExchangeError: On all ranks, if an id of any rank is no row; of TensorFlow in a traced
+            function. Nothing can be exchanged afterwards.
     """
     table, raw = rows.table, raw_variable(rows)
     ids = tf.cast(ids, tf.int64)
@@ -334,16 +350,17 @@ def look_up(
 
 def _require_rows(rows: TableRows, name: str, bad: tf.Tensor, ranks: tf.Tensor) -> list[Any]:
     """Fail if there are ids that are no rows; return what must be awaited in a traced function."""
-    begin = (
-        f"TFSCALE_FAILED: ids must be 0 to {rows.table.n_rows - 1} in the table of {name}. "
-        "Received: id "
-    )
+    text = f"ids must be 0 to {rows.table.n_rows - 1} in the table of {name}. Received: id "
+
+    def refuse(bad: tf.Tensor, ranks: tf.Tensor) -> np.ndarray:
+        said = f"{text}{int(bad[0])} on rank {int(ranks[0])}."
+        # TensorFlow cancels what else this rank would send in the step, and others wait for it.
+        if rows.table.group.size > 1:
+            runtime.backend().fail(said)
+        raise ExchangeError(f"TFSCALE_FAILED: {said}")
 
     def fail() -> tf.Tensor:
-        texts = [begin, tf.strings.as_string(bad[0]), " on rank ", tf.strings.as_string(ranks[0])]
-        check = tf.debugging.Assert(False, [tf.strings.join(texts)])
-        with tf.control_dependencies([] if check is None else [check]):
-            return tf.constant(0)
+        return tf.py_function(refuse, [bad, ranks], tf.int32)
 
     checked = tf.cond(tf.size(bad) > 0, fail, lambda: tf.constant(0))
     return [] if tf.executing_eagerly() else [checked]

@@ -21,6 +21,7 @@ from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
 from tfscale.exchange.states import Range, Saved, SavedStates, Scope, copy_of
+from tfscale.exchange.tables import TableRows
 from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import replace_methods, restore_methods
 from tfscale.internals.tracking import ReplacingNode, ValueNode
@@ -334,14 +335,19 @@ class Slots:
     def _slots(self, scope: Scope) -> tuple[dict[int, Any], dict[int, tuple[Any, Range | None]]]:
         """Return the variables that are equal in a group, and this rank's parts, both by index.
 
-        Local variables are left out. A part comes with its range of the flat variable; None for
-        all.
+        Local variables are left out. A part comes with its range of the flat variable, or of the
+        flat table in the order of positions; None for all.
         """
         shared = self._kept.shared if self._kept else frozenset()
         local = {id(variable) for variable in scope.local}
-        known = enumerate(self._optimizer.variables)
-        whole = {i: v for i, v in known if i not in shared and id(v) not in local}
-        return whole, self._kept.own_parts() if self._kept else {}
+        known = list(enumerate(self._optimizer.variables))
+        rule = internals.update_rule(self._optimizer)
+        trained, owners = internals.trained_by(rule), internals.slots_of(rule)
+        rows = {i: trained[owners[id(v)]] for i, v in known if id(v) in owners}
+        of_tables = {i: (v, rows[i].held) for i, v in known if isinstance(rows.get(i), TableRows)}
+        apart = shared | of_tables.keys()
+        whole = {i: v for i, v in known if i not in apart and id(v) not in local}
+        return whole, {**(self._kept.own_parts() if self._kept else {}), **of_tables}
 
     def _masters(self, scope: Scope) -> dict[str, tuple[Any, Range]]:
         """Return this rank's exact parts of weights that are sent rounded, with their ranges."""

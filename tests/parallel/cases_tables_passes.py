@@ -1,0 +1,192 @@
+"""Passes of models with tables: unequal batches, stops, wrong ids, saved and resumed models."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tests.helpers.cases import engine_only, sizes
+from tests.helpers.equality import OPTIMIZERS
+from tests.helpers.ranks import StopAt, float64, outcome, require_error, shared_folder, values_of
+from tests.helpers.tables import (
+    N_ROWS,
+    alone,
+    ids_of,
+    new_model,
+    require_close,
+    tables_of,
+    targets,
+    trained,
+    whole_weights,
+)
+from tfscale.testing import require_identical
+
+adam = OPTIMIZERS["adam"]
+
+
+def prepared(optimizer=adam, **options) -> keras.Model:
+    model = new_model(tfscale.layers.ShardedEmbedding)
+    model.compile(tfscale.DistributedOptimizer(optimizer(), **options), "mse")
+    return tfscale.prepare(model)
+
+
+def plain() -> keras.Model:
+    model = new_model(keras.layers.Embedding)
+    model.compile("sgd", "mse")
+    return model
+
+
+def own_share() -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """Rows of other numbers on each rank; none are shared."""
+    begin, n = 9 * tfscale.rank(), 3 + 5 * tfscale.rank()
+    ids, y = ids_of(), targets()
+    return (ids[0][begin : begin + n], ids[1][begin : begin + n]), y[begin : begin + n]
+
+
+@sizes(1, 2, 3, 4, timeout_s=120)
+@engine_only("ranks that have ended their pass answer from threads")
+def case_passes_of_unequal_lengths():
+    with float64():
+        model, single = prepared(), plain()
+        ids, y = own_share()
+        for _ in range(2):
+            np.testing.assert_allclose(
+                model.predict(list(ids), batch_size=2, verbose=0),
+                single.predict(list(ids), batch_size=2, verbose=0),
+                atol=1e-12,
+            )
+            ours, theirs = (m.evaluate(list(ids), y, 2, verbose=0) for m in (model, single))
+            np.testing.assert_allclose(ours, theirs, atol=1e-12)
+        np.testing.assert_allclose(model(list(ids)), single(list(ids)), atol=1e-12)
+
+
+@sizes(2, 3, timeout_s=120)
+@engine_only("ranks that have ended their pass answer from threads")
+def case_validation_and_stops():
+    """A rank stops within an epoch, or at its end; each validates on other rows."""
+    ids, y = ids_of(), targets()
+    for place in ({"batch": 1, "epoch": 1}, {"epoch": 0}):
+        model, (own_ids, own_y) = prepared(), own_share()
+        n = len(y) // tfscale.size()
+        own = slice(tfscale.rank() * n, (tfscale.rank() + 1) * n)
+        callbacks = [tfscale.callbacks.Synchronize(), StopAt(**place)]
+        data = tf.data.Dataset.from_tensor_slices(((ids[0][own], ids[1][own]), y[own])).batch(8)
+        valid = (list(own_ids), own_y)
+        options = {"validation_data": valid, "validation_batch_size": 2, "verbose": 0}
+        model.fit(data, epochs=3, callbacks=callbacks, **options)
+        for weights in tfscale.allgather_object(whole_weights(model)):
+            require_identical(weights, whole_weights(model))
+        model.fit(data, epochs=1, callbacks=[tfscale.callbacks.Synchronize()], **options)
+
+
+@sizes(1, 2, 3)
+def case_ids_that_are_no_rows():
+    """All ranks fail, and name table, rank and id; the other texts come from that rank."""
+    rank, bad = tfscale.size() - 1, N_ROWS
+    model = prepared()
+    ids, y = ids_of(8), targets(8)
+    if tfscale.rank() == rank:
+        ids[0][3, 1] = bad
+    text = outcome(functools.partial(model.fit, list(ids), y, verbose=0))
+    for part in (f"ids must be 0 to {bad - 1}", "embedding", f"id {bad} on rank {rank}"):
+        assert part in text, text
+
+
+@sizes(1, 2, 3)
+def case_few_ids():
+    """A batch of one id, and one of none on all ranks but the first."""
+    with float64():
+        table = tfscale.layers.ShardedEmbedding(N_ROWS, 2)
+        same = table(np.full((7, 3), 5)).numpy()
+        np.testing.assert_array_equal(same, np.broadcast_to(table.get_rows(5, 6), (7, 3, 2)))
+        none = table(np.zeros((0 if tfscale.rank() else 2, 3), "int32"))
+        assert none.shape == (0 if tfscale.rank() else 2, 3, 2)
+
+
+@sizes(2)
+def case_bags():
+    ids = np.array([[1, 0, 4], [0, 0, 0]])
+    rows = keras.layers.Embedding(6, 3, mask_zero=True)
+    for combiner in ("sum", "mean"):
+        keras.utils.set_random_seed(1)
+        table = tfscale.layers.ShardedEmbedding(6, 3, mask_zero=True, combiner=combiner)
+        found = table(ids).numpy()
+        rows = table.get_rows()
+        total = rows[1] + rows[4]
+        np.testing.assert_allclose(found[0], total if combiner == "sum" else total / 2, rtol=1e-6)
+        assert not found[1].any()
+
+
+@sizes(1, 2, 3, timeout_s=200)
+def case_saved_models_are_plain():
+    """A model saved on all ranks goes on in one process of Keras as it would have here."""
+    for exchange in ("allreduce", "sharded"):
+        with float64(), shared_folder() as folder:
+            model = trained(adam, exchange=exchange)
+            model.save(folder / "model.keras")
+            model.save_weights(folder / "model.weights.h5")
+            state = model.optimizer.full_state()
+            tfscale.barrier()
+            loaded = keras.models.load_model(folder / "model.keras")
+            kinds = [type(layer) for layer in loaded.layers]
+            assert kinds.count(keras.layers.Embedding) == 2
+            order = [*loaded.layers[2].weights, *loaded.layers[3].weights]
+            order += loaded.layers[-1].weights
+            require_close(values_of(order), whole_weights(model))
+            require_close(values_of(loaded.optimizer.variables), state)
+            again = prepared()
+            again.load_weights(folder / "model.weights.h5")
+            require_close(whole_weights(again), whole_weights(model))
+            single = plain()
+            single.load_weights(folder / "model.weights.h5")
+
+
+@sizes(1, 2, timeout_s=200)
+def case_mixed_precision():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with shared_folder() as folder:
+            model = trained(adam, exchange="allreduce")
+            weights = whole_weights(model)
+            single, _ = alone(adam)
+            for ours, theirs in zip(weights, single, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=2e-2)
+            model.save(folder / "model.keras")
+            tfscale.barrier()
+            loaded = keras.models.load_model(folder / "model.keras")
+            require_identical(values_of(loaded.layers[2].weights), weights[:1])
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+@sizes(2, 3)
+def case_loads_on_one_rank():
+    model = prepared()
+    if tfscale.rank() == 0:
+        tables_of(model)[0].set_rows(np.zeros((N_ROWS, 4), "float32"))
+    fit = functools.partial(
+        model.fit,
+        [part[:8] for part in ids_of()],
+        targets(8),
+        callbacks=[tfscale.callbacks.Synchronize()],
+        verbose=0,
+    )
+    require_error(fit, "rows of tables", "on rank 0")
+
+
+@sizes(1, 2, 3)
+def case_first_values_are_those_of_keras():
+    for initializer in ("uniform", "glorot_normal", keras.initializers.RandomNormal(seed=2)):
+        keras.utils.set_random_seed(5)
+        whole = keras.layers.Embedding(N_ROWS, 3, embeddings_initializer=initializer)
+        whole.build()
+        keras.utils.set_random_seed(5)
+        table = tfscale.layers.ShardedEmbedding(N_ROWS, 3, embeddings_initializer=initializer)
+        table.build()
+        np.testing.assert_array_equal(table.get_rows(), whole.embeddings.numpy())
+        blocks = tfscale.layers.ShardedEmbedding(N_ROWS, 3, spread=False)
+        blocks.set_rows(whole.embeddings.numpy())
+        np.testing.assert_array_equal(blocks.get_rows(4, 20), whole.embeddings.numpy()[4:20])
