@@ -124,7 +124,7 @@ class Callback(Traits):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Record that an epoch begins."""
         self.epoch = epoch
-        self.session.begin_epoch()
+        self.session.begin_epoch(epoch)
         if self.session.watch is not None:
             self.session.watch.begin_epoch(epoch, self.session.data)
 

@@ -13,7 +13,8 @@ from typing import Any
 import keras
 
 from tfscale.comm.eager import raise_own_errors
-from tfscale.internals.keras import wrap_once
+from tfscale.fit.session import session_of
+from tfscale.internals.keras import is_validation, wrap_once
 from tfscale.layers.sharded_embedding import ShardedEmbedding, sharded_embeddings
 
 _PASSES = ("evaluate", "predict")
@@ -28,7 +29,11 @@ def join_passes(model: keras.Model) -> None:
 
 def _joined(model: keras.Model, run: Callable[..., Any], what: str) -> Callable[..., Any]:
     def run_together(*args: Any, **kwargs: Any) -> Any:
-        layers = sharded_embeddings(model)
+        layers, session = sharded_embeddings(model), session_of(model)
+        if session is not None and is_validation(kwargs):
+            if session.is_void:  # other ranks may have left `fit`
+                return {}
+            session.end_steps()  # ranks that wait in a step must learn of it
         layers[0].rows.meet(what)
         result = run(*args, **kwargs)
         _answer_all(layers)

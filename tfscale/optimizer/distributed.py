@@ -487,7 +487,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     def load_own_variables(self, store: dict[str, Any]) -> None:
         """Load this rank's part of a complete state."""
         kept, tables = self._self_bound.kept, self.tables
-        if tables is not None:
+        if tables is not None and len(store) == len(self.__wrapped__.variables):
             store = tables.cut(self.__wrapped__.variables, store)
         if kept is None or len(store) != len(self.__wrapped__.variables):
             self.__wrapped__.load_own_variables(store)

@@ -140,9 +140,11 @@ class KeptTables:
 
     def cut(self, variables: Sequence[Any], store: dict[str, Any]) -> dict[str, Any]:
         """Return a store of an optimizer's variables with this rank's rows of slots for tables."""
-        slots, cut = self.slots(), dict(store.items())
+        slots, cut = self.slots(), {}
         for i, variable in enumerate(variables):
-            if id(variable) in slots and str(i) in cut:
+            value = store[str(i)]
+            if id(variable) in slots:
                 slot, rows = slots[id(variable)]
-                cut[str(i)] = rows.part_of(cut[str(i)], raw_variable(slot).dtype.as_numpy_dtype)
+                value = rows.part_of(value, raw_variable(slot).dtype.as_numpy_dtype)
+            cut[str(i)] = value
         return cut
