@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfscale
 from tests.helpers.cases import engine_only, sizes
 from tests.helpers.equality import OPTIMIZERS
-from tests.helpers.ranks import StopAt, float64, outcome, require_error, shared_folder, values_of
+from tests.helpers.ranks import StopAt, float64, require_error, shared_folder, values_of
 from tests.helpers.tables import (
     N_ROWS,
     alone,
@@ -79,19 +79,6 @@ def case_validation_and_stops():
         for weights in tfscale.allgather_object(whole_weights(model)):
             require_identical(weights, whole_weights(model))
         model.fit(data, epochs=1, callbacks=[tfscale.callbacks.Synchronize()], **options)
-
-
-@sizes(1, 2, 3)
-def case_ids_that_are_no_rows():
-    """All ranks fail, and name table, rank and id; the other texts come from that rank."""
-    rank, bad = tfscale.size() - 1, N_ROWS
-    model = prepared()
-    ids, y = ids_of(8), targets(8)
-    if tfscale.rank() == rank:
-        ids[0][3, 1] = bad
-    text = outcome(functools.partial(model.fit, list(ids), y, verbose=0))
-    for part in (f"ids must be 0 to {bad - 1}", "embedding", f"id {bad} on rank {rank}"):
-        assert part in text, text
 
 
 @sizes(1, 2, 3)

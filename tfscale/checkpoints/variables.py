@@ -63,7 +63,11 @@ def common_variables(
     model: keras.Model, variables: Iterable[keras.Variable] = ()
 ) -> list[keras.Variable]:
     """Return weights and optimizer state, without local ones, `variables` and seed generators."""
-    local = local_ids(model, variables) | table_ids(model) | {id(v) for v in _registered(model, model.weights)}
+    local = (
+        local_ids(model, variables)
+        | table_ids(model)
+        | {id(v) for v in _registered(model, model.weights)}
+    )
     state = distinct([*model.weights, *optimizer_variables(model)])
     return [variable for variable in state if id(variable) not in local]
 
