@@ -108,7 +108,7 @@ def case_bags():
 
 @sizes(1, 2, 3, timeout_s=200)
 def case_saved_models_are_plain():
-    """A model saved on all ranks goes on in one process of Keras as it would have here."""
+    """A model saved on all ranks continues in one process of Keras as it would have here."""
     for exchange in ("allreduce", "sharded"):
         with float64(), shared_folder() as folder:
             model = trained(adam, exchange=exchange)
@@ -178,3 +178,95 @@ def case_first_values_are_those_of_keras():
         blocks = tfscale.layers.ShardedEmbedding(N_ROWS, 3, spread=False)
         blocks.set_rows(whole.embeddings.numpy())
         np.testing.assert_array_equal(blocks.get_rows(4, 20), whole.embeddings.numpy()[4:20])
+
+
+@sizes(1, 2)
+def case_refusals():
+    """Each names what is refused, and what to use instead."""
+    sharded = tfscale.layers.ShardedEmbedding
+    for options, text in (
+        ({"embeddings_regularizer": "l2"}, "embeddings_regularizer must be None"),
+        ({"embeddings_constraint": "non_neg"}, "embeddings_constraint must be None"),
+        ({"lora_rank": 2}, "lora_rank must be None"),
+        ({"combiner": "max"}, "combiner must be"),
+    ):
+        require_error(functools.partial(sharded, 5, 2, **options), text)
+    table = sharded(5, 2)
+    table.build()
+    require_error(lambda: table.embeddings, "embeddings must be read by ids")
+    require_error(table.enable_lora, "enable_lora needs")
+    require_error(functools.partial(table.quantize, "int8"), "quantize needs")
+    require_error(functools.partial(table.set_rows, np.zeros((4, 2))), "table must be of shape")
+    require_error(sharded(5, 2, combiner="sum").get_config, "combiner must be None")
+    batch = ([part[:8] for part in ids_of()], targets(8))
+    for make, text in (
+        (lambda: keras.optimizers.Adafactor(0.1), "Adafactor, which needs whole tables"),
+        (lambda: keras.optimizers.SGD(0.1, use_ema=True), "use_ema=True"),
+    ):
+        require_error(functools.partial(prepared(make).train_on_batch, *batch), text)
+    assert isinstance(table, keras.layers.Embedding) and type(table) is sharded
+
+
+@sizes(2)
+def case_large_tables_are_drawn_in_blocks():
+    """On any number of ranks alike: here on all, and on each alone."""
+    own = [tfscale.add_process_set([rank]) for rank in range(tfscale.size())][tfscale.rank()]
+    for initializer in ("uniform", "zeros"):
+        drawn = []
+        for process_set in (tfscale.global_process_set, own):
+            keras.utils.set_random_seed(2)
+            table = tfscale.layers.ShardedEmbedding(
+                17_000_001, 4, embeddings_initializer=initializer, process_set=process_set
+            )
+            table.build()
+            drawn.append(table.get_rows(8_000_000, 8_001_000))
+        require_identical(*([rows] for rows in drawn))
+        assert initializer == "zeros" or len(np.unique(drawn[0])) > 3000
+    table = tfscale.layers.ShardedEmbedding(17_000_001, 4, embeddings_initializer="he_normal")
+    require_error(table.build, "embeddings_initializer must be")
+
+
+@sizes(2, 3)
+def case_lazy_updates_and_frozen_tables():
+    """A lazy table changes where rows were looked up; a frozen one does not."""
+    model = new_model(tfscale.layers.ShardedEmbedding, lazy=True)
+    few = tables_of(model)[1]
+    few.trainable = False
+    model.compile(tfscale.DistributedOptimizer(adam()), "mse")
+    tfscale.prepare(model)
+    before, kept = tables_of(model)[0].get_rows(), few.get_rows()
+    first, second = ids_of(4)
+    for ids in (first % 5, first % 5 + 5):
+        model.train_on_batch([ids, second], targets(4))
+    after = tables_of(model)[0].get_rows()
+    looked_up = np.unique(np.concatenate([first % 5, first % 5 + 5]))
+    changed = np.flatnonzero((before != after).any(axis=1))
+    np.testing.assert_array_equal(changed, looked_up)
+    require_identical([few.get_rows()], [kept])
+    single = new_model(keras.layers.Embedding)
+    assert sum(table.count_params() for table in tables_of(model)) < single.count_params()
+
+
+@sizes(2)
+def case_other_steps():
+    """Several steps per execution, eager steps, int8 for other gradients, a layer called twice."""
+    ids, y = ids_of(), targets()
+    batches = tfscale.data.GlobalBatches(ids, y, batch_size=24, shuffle=False)
+    for compiled, options in (
+        ({"steps_per_execution": 2}, {}),
+        ({"run_eagerly": True}, {}),
+        ({}, {"compression": tfscale.Compression.int8}),
+        ({}, {"backward_passes_per_step": 2, "average_aggregated_gradients": True}),
+    ):
+        model = trained(OPTIMIZERS["momentum"], compiled=compiled, **options)
+        for weights in tfscale.allgather_object(whole_weights(model)):
+            require_identical(weights, whole_weights(model))
+        assert np.isfinite(model.evaluate(batches, verbose=0))
+    inputs = keras.Input((3,), dtype="int64")
+    table = tfscale.layers.ShardedEmbedding(N_ROWS, 4)
+    rows = keras.layers.add([table(inputs), table((inputs + 1) % N_ROWS)])
+    model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(rows)))
+    model.compile(tfscale.DistributedOptimizer(adam()), "mse")
+    data = tfscale.data.GlobalBatches(ids[0], y, batch_size=24)
+    model.fit(data, callbacks=[tfscale.callbacks.Synchronize()], verbose=0)
+    model.predict(ids[0][: 4 + tfscale.rank()], verbose=0)

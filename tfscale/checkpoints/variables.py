@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -182,17 +183,13 @@ class TableState:
 
     def restored(self, saved: SavedStates) -> None:
         """Restore this rank's rows from those of any number of ranks, in slices."""
-        known = [saved.of(rank).info.get("tables", []) for rank in range(saved.size)]
-        require_tables(self._tables, known[0])
+        tables_by_rank = [saved.of(rank).info.get("tables", []) for rank in range(saved.size)]
+        require_tables(self._tables, tables_by_rank[0])
         for i, rows in enumerate(self._tables):
-            for rank, tables in enumerate(known):
+            for rank, tables in enumerate(tables_by_rank):
                 *_, begin, end = tables[i]
-                rows.take(
-                    (begin, end),
-                    lambda start, stop, i=i, rank=rank: saved.piece(
-                        f"table/{i}", rank, start, stop
-                    ),
-                )
+                read = functools.partial(saved.piece, f"table/{i}", rank)
+                rows.take((begin, end), read)
 
 
 def require_tables(tables: Sequence[TableRows], before: Sequence[Sequence[Any]]) -> None:

@@ -208,15 +208,15 @@ def gathered(
     """
     raw, group = raw_variable(variable), table.group
     places, rows = table.rows_of(ids, max(group.rank, 0))
-    own = read_rows(raw, tf.constant(rows))
+    own_rows = read_rows(raw, tf.constant(rows))
     if group.size == 1:
-        return np.asarray(own)
+        return np.asarray(own_rows)
     receivers = range(group.size) if receivers is None else receivers
     result = np.empty((len(ids) if group.rank in receivers else 0, table.width), raw.dtype.name)
     for receiver in receivers:
         splits = [len(places) if rank == receiver else 0 for rank in range(group.size)]
         call = Call(group, "rows of a table")
-        received, counts = runtime.backend().alltoall(own, tf.constant(splits, tf.int64), call)
+        received, counts = runtime.backend().alltoall(own_rows, tf.constant(splits, tf.int64), call)
         ends = np.cumsum(counts.numpy())
         for rank in range(group.size) if group.rank == receiver else ():
             there, _ = table.rows_of(ids, rank)

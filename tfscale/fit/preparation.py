@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from tfscale.comm import runtime
+from tfscale.comm.eager import raise_own_errors
 from tfscale.config import ConfigError, check_integer
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
@@ -15,10 +18,10 @@ from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit import monitoring
 from tfscale.fit.session import session_for, session_of
 from tfscale.fit.steps import share_batches
-from tfscale.fit.table_passes import join_passes
 from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals import keras as internals
 from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
+from tfscale.layers.sharded_embedding import ShardedEmbedding, sharded_embeddings
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 from tfscale.optimizer.saving import make_saves_safe
 
@@ -206,3 +209,56 @@ def build_from_data(model: keras.Model) -> None:
         return spec.rows if isinstance(spec, batch_shares.RowsOfBatch) else spec
 
     internals.build_from_spec(model, spec_of_batch)
+
+
+# Passes of models with tables.
+
+
+def join_passes(model: keras.Model) -> None:
+    """Let `evaluate` and `predict` of a model with tables run on all ranks together.
+
+    Elsewhere these send nothing. With tables they begin together, within a time limit, and a rank
+    that has no batch left answers the lookups of the others until the last one has ended.
+    """
+    if sharded_embeddings(model):
+        internals.wrap_once(model, "evaluate", lambda run: _joined(model, run, "model.evaluate"))
+        internals.wrap_once(model, "predict", lambda run: _joined(model, run, "model.predict"))
+
+
+def _joined(model: keras.Model, run: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def run_together(*args: Any, **kwargs: Any) -> Any:
+        layers, session = sharded_embeddings(model), session_of(model)
+        if session is not None and internals.is_validation(kwargs):
+            if session.is_void:  # other ranks may have left `fit`
+                return {}
+            session.end_steps()  # ranks that wait in a step must learn of it
+        layers[0].rows.meet(what)
+        result = run(*args, **kwargs)
+        _answer_all(layers)
+        return result
+
+    return run_together
+
+
+def _answer_all(layers: Sequence[ShardedEmbedding]) -> None:
+    """Answer lookups until no rank looks up. Collective.
+
+    A thread for each table, since it is not known in which order, and how often, other ranks look
+    up in each.
+    """
+    errors: list[Exception] = []
+
+    def answer(layer: ShardedEmbedding) -> None:
+        try:
+            while raise_own_errors(layer.answer):
+                pass
+        except Exception as error:  # raised by the caller
+            errors.append(error)
+
+    threads = [threading.Thread(target=answer, args=(layer,), daemon=True) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -357,14 +357,14 @@ def set_holder(rule: Any, holder: Any) -> None:
 
 def slot_lists(rule: Any, index: int) -> list[tuple[str, int, Any]]:
     """Return (attribute, position, slot) of each slot of the variable at a position of a rule."""
-    n_variables, found = len(rule._trainable_variables), []
+    n_variables, slots = len(rule._trainable_variables), []
     for name, value in vars(rule).items():
         if name in ("_variables", "_trainable_variables", "_accumulated_gradients"):
             continue
         is_list = isinstance(value, list | tuple) and len(value) == n_variables
         if is_list and hasattr(value[index], "assign"):
-            found.append((name, index, value[index]))
-    return found
+            slots.append((name, index, value[index]))
+    return slots
 
 
 @contextlib.contextmanager

@@ -55,6 +55,8 @@ class ShardedEmbedding(keras.layers.Layer):
         [[1.0, 1.0], [1.0, 1.0]]
     """
 
+    built: bool
+
     def __init__(
         self,
         input_dim: int,
@@ -97,14 +99,14 @@ class ShardedEmbedding(keras.layers.Layer):
         Raises:
             ConfigError: An argument is invalid or not supported.
         """
-        given = {
+        refused = {
             "embeddings_regularizer": embeddings_regularizer,
             "embeddings_constraint": embeddings_constraint,
             "weights": weights,
             "lora_rank": lora_rank,
             "quantization_config": options.pop("quantization_config", None),
         }
-        for name, value in given.items():
+        for name, value in refused.items():
             hint = f"Use {_REPLACEMENTS[name]}."
             require(value is None, name, "None in ShardedEmbedding", value, hint)
         fits = combiner in (None, "sum", "mean")
@@ -236,8 +238,8 @@ class ShardedEmbedding(keras.layers.Layer):
 
         Collective: all ranks of the process set must look up, or answer.
         """
-        _, goes_on = self._together.value(tf.zeros([0], tf.int64), tf.constant(0, tf.int64))
-        return bool(goes_on)
+        _, are_asked = self._together.value(tf.zeros([0], tf.int64), tf.constant(0, tf.int64))
+        return bool(are_asked)
 
     # What Keras asks
 

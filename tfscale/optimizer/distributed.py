@@ -424,9 +424,9 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     def tables(self) -> KeptTables | None:
         """The tables of the model, or among the variables; None without any."""
         rule = internals.update_rule(self.__wrapped__)
-        found = tables_of(internals.trained_by(rule))
-        if self._self_tables is None and found:
-            self._self_tables = KeptTables([], found, rule, rule is not self.__wrapped__)
+        variables = tables_of(internals.trained_by(rule))
+        if self._self_tables is None and variables:
+            self._self_tables = KeptTables([], variables, rule, rule is not self.__wrapped__)
         return self._self_tables
 
     @property

@@ -176,10 +176,10 @@ class Parts:
         pieces = {} if shards is None else {i: place for place, i in enumerate(shards.pieces)}
         tables = [v for v in variables if isinstance(v, TableRows) and group.size > 1]
         at = {id(v): len(pieces) + i for i, v in enumerate(tables)}
-        known = (
+        place_of = (
             {} if shards is None else {id(v): pieces.get(shards.place(v), -1) for v in variables}
         )
-        self.places = [at.get(id(v), known.get(id(v), -1)) for v in variables]
+        self.places = [at.get(id(v), place_of.get(id(v), -1)) for v in variables]
         self.n_places, self.are_any = len(pieces) + len(tables), shards is not None or bool(tables)
         # Keras clips other sparse gradients by their values, perhaps of repeated indices.
         self.are_dense = [shards is not None and id(v) not in at for v in variables]
@@ -191,10 +191,10 @@ class Parts:
     def norms(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Return the norm of each gradient of a whole variable. Collective."""
         squares = [_square(g) for g in gradients]
-        known = {p: s for p, s in zip(self.places, squares, strict=True) if p >= 0}
+        square_of = {p: s for p, s in zip(self.places, squares, strict=True) if p >= 0}
         zero = tf.zeros([], self._dtype)
         every = range(self.n_places)
-        own = [tf.cast(known[p], self._dtype) if p in known else zero for p in every]
+        own = [tf.cast(square_of[p], self._dtype) if p in square_of else zero for p in every]
         sums = self._sum_over_ranks(tf.stack(own))
         pairs = zip(self.places, squares, strict=True)
         return [tf.sqrt(tf.cast(sums[p], s.dtype) if p >= 0 else s) for p, s in pairs]

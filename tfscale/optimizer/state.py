@@ -340,13 +340,15 @@ class Slots:
         """
         shared = self._kept.shared if self._kept else frozenset()
         local = {id(variable) for variable in scope.local}
-        known = list(enumerate(self._optimizer.variables))
+        numbered = list(enumerate(self._optimizer.variables))
         rule = internals.update_rule(self._optimizer)
         trained, owners = internals.trained_by(rule), internals.slots_of(rule)
-        rows = {i: trained[owners[id(v)]] for i, v in known if id(v) in owners}
-        of_tables = {i: (v, rows[i].held) for i, v in known if isinstance(rows.get(i), TableRows)}
+        rows = {i: trained[owners[id(v)]] for i, v in numbered if id(v) in owners}
+        of_tables = {
+            i: (v, rows[i].held) for i, v in numbered if isinstance(rows.get(i), TableRows)
+        }
         apart = shared | of_tables.keys()
-        whole = {i: v for i, v in known if i not in apart and id(v) not in local}
+        whole = {i: v for i, v in numbered if i not in apart and id(v) not in local}
         return whole, {**(self._kept.own_parts() if self._kept else {}), **of_tables}
 
     def _masters(self, scope: Scope) -> dict[str, tuple[Any, Range]]:

@@ -121,9 +121,9 @@ class KeptTables:
         save = self._rule.save_own_variables
 
         def save_own_variables(store: Any) -> None:
-            own: dict[str, Any] = {}
-            save(own)
-            values = [own[str(i)] for i in range(len(own))]
+            own_state: dict[str, Any] = {}
+            save(own_state)
+            values = [own_state[str(i)] for i in range(len(own_state))]
             for i, value in enumerate(self.replace(self._rule.variables, values)):
                 store[str(i)] = value
 
