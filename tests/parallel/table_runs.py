@@ -66,3 +66,38 @@ def predict_alone() -> None:
         assert "model.predict must run on all ranks" in text and "embedding" in text, text
     tfscale.barrier()
     assert model.predict(list(ids_of(4)), verbose=0).shape == (4, 3)
+
+
+class Own(keras.layers.Embedding):
+    pass
+
+
+def script(path: Path) -> list:
+    """What a script that knows nothing of tfscale computes."""
+    keras.utils.set_random_seed(4)
+    inputs = keras.Input((3,), dtype="int64")
+    rows = [keras.layers.Embedding(N_ROWS, 4)(inputs), Own(N_ROWS, 4)(inputs)]
+    rows = keras.layers.Flatten()(keras.layers.add(rows))
+    model = keras.Model(inputs, keras.layers.Dense(3)(rows))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    x, y = ids_of(101)[0], targets(101)
+    history = model.fit(x, y, epochs=2, batch_size=16, validation_split=0.2, verbose=0).history
+    model.save(path)
+    again = keras.models.load_model(path)
+    results = [*history.values(), model.evaluate(x, y, verbose=0), again.predict(x, verbose=0)]
+    kinds = [type(layer).__name__ for layer in (model.layers[1], again.layers[1], model.layers[2])]
+    return [kinds, *results, again.train_on_batch(x[:7], y[:7])]
+
+
+def unchanged_script() -> None:
+    """Rows of an Embedding of a script are spread; all numbers are those of one process."""
+    folder = Path(os.environ["TABLE_FOLDER"])
+    with float64():
+        plain, *expected = script(folder / f"plain-{tfscale.rank()}.keras")
+        job = tfscale.distribute(seed=4, shard_embeddings="1KB")
+        kinds, *ours = script(folder / "sharded.keras")
+        job.undo()
+    assert plain == ["Embedding", "Embedding", "Own"]
+    assert kinds == ["ShardedEmbedding", "ShardedEmbedding", "Own"]
+    for mine, single in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(mine, single, rtol=0, atol=1e-10)

@@ -36,3 +36,8 @@ def test_ids_that_are_no_rows(name, tmp_path):
 @pytest.mark.timeout(0)
 def test_a_rank_that_predicts_alone(tmp_path):
     require_ok(run(2, "predict_alone", tmp_path, TFSCALE_SAVE_TIMEOUT_S="2"))
+
+
+@pytest.mark.timeout(0)
+def test_an_unchanged_script(tmp_path):
+    require_ok(run(3, "unchanged_script", tmp_path))

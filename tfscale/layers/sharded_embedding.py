@@ -22,7 +22,8 @@ _BY_ROWS = (
     *(keras.initializers.TruncatedNormal, keras.initializers.Constant),
     *(keras.initializers.Zeros, keras.initializers.Ones),
 )
-_REPLACEMENTS = {
+# Arguments of Keras's layer that must be None, and what to use instead.
+UNSUPPORTED = {
     "embeddings_regularizer": "the optimizer's weight_decay",
     "embeddings_constraint": "clipvalue, or a constraint of a later layer",
     "weights": "layer.set_rows(table)",
@@ -107,7 +108,7 @@ class ShardedEmbedding(keras.layers.Layer):
             "quantization_config": options.pop("quantization_config", None),
         }
         for name, value in refused.items():
-            hint = f"Use {_REPLACEMENTS[name]}."
+            hint = f"Use {UNSUPPORTED[name]}."
             require(value is None, name, "None in ShardedEmbedding", value, hint)
         fits = combiner in (None, "sum", "mean")
         require(fits, "combiner", "None, 'sum' or 'mean'", combiner)
