@@ -83,7 +83,7 @@ def script(path: Path) -> list:
     x, y = ids_of(101)[0], targets(101)
     history = model.fit(x, y, epochs=2, batch_size=16, validation_split=0.2, verbose=0).history
     model.save(path)
-    again = keras.models.load_model(path)
+    again = keras.models.load_model(path, custom_objects={"Own": Own})
     results = [*history.values(), model.evaluate(x, y, verbose=0), again.predict(x, verbose=0)]
     kinds = [type(layer).__name__ for layer in (model.layers[1], again.layers[1], model.layers[2])]
     return [kinds, *results, again.train_on_batch(x[:7], y[:7])]

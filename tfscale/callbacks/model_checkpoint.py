@@ -150,7 +150,7 @@ def agree_on_saves(session: FitSession) -> None:
     if session.has_groups:
         _require_averages_saved(saving, swaps)
     optimizers = distributed_optimizers(session.model)
-    sharing = [o for o in optimizers if o.shares_state or o.tables is not None]
+    sharing = [o for o in optimizers if o.shares_state]
     later = [o for o in optimizers if o.may_share_state]
     if not sharing and not later:
         return

@@ -432,7 +432,8 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     @property
     def shares_state(self) -> bool:
         """Whether each rank holds a part of the state, or will once it is built."""
-        return self._ready().is_cutting
+        is_cutting = self._ready().is_cutting
+        return is_cutting or (self.tables is not None and not runtime.is_single())
 
     @property
     def may_share_state(self) -> bool:

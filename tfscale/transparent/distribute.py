@@ -459,13 +459,13 @@ def _new_embedding(least_bytes: int, new: Any, cls: Any, *args: Any, **kwargs: A
     plain = keras.layers.Embedding
     if not issubclass(cls, plain):
         return new(cls, *args, **kwargs)
-    given = inspect.signature(plain.__init__).bind_partial(None, *args, **kwargs).arguments
-    n_values = math.prod(given.get(n, 0) for n in ("input_dim", "output_dim"))
+    arguments = inspect.signature(plain.__init__).bind_partial(None, *args, **kwargs).arguments
+    n_values = math.prod(arguments.get(n, 0) for n in ("input_dim", "output_dim"))
     n_bytes = n_values * tf.as_dtype(keras.config.floatx()).size
     if n_bytes < least_bytes:
         return new(cls, *args, **kwargs)
-    refused = [n for n in UNSUPPORTED if given.get(n) is not None]
-    name = f"{cls.__name__}({given['input_dim']}, {given['output_dim']})"
+    refused = [n for n in UNSUPPORTED if arguments.get(n) is not None]
+    name = f"{cls.__name__}({arguments['input_dim']}, {arguments['output_dim']})"
     n_mb, is_first = n_bytes / (1 << 20), runtime.rank() == 0
     if cls is plain and not refused:
         level = logging.INFO if is_first else logging.DEBUG
