@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import tfscale
 from tests.helpers.cases import engine_only, sizes
-from tests.helpers.equality import OPTIMIZERS
-from tests.helpers.ranks import StopAt, float64, require_error, shared_folder, values_of
+from tests.helpers.equality import OPTIMIZERS, densify
+from tests.helpers.ranks import StopAt, float64, outcome, require_error, shared_folder, values_of
 from tests.helpers.tables import (
     N_ROWS,
     alone,
@@ -21,7 +21,7 @@ from tests.helpers.tables import (
     trained,
     whole_weights,
 )
-from tfscale.testing import require_identical
+from tfscale.testing import inspect, require_identical
 
 adam = OPTIMIZERS["adam"]
 
@@ -193,6 +193,11 @@ def case_refusals():
         require_error(functools.partial(sharded, 5, 2, **options), text)
     table = sharded(5, 2)
     table.build()
+    if tfscale.size() > 1:
+        model, checkpoint = prepared(), tf.train.Checkpoint(table=table)
+        require_error(functools.partial(model.export, "model"), "model.export needs whole tables")
+        save = functools.partial(checkpoint.write, "checkpoint")
+        require_error(save, "tf.train.Checkpoint cannot save rows")
     require_error(lambda: table.embeddings, "embeddings must be read by ids")
     require_error(table.enable_lora, "enable_lora needs")
     require_error(functools.partial(table.quantize, "int8"), "quantize needs")
@@ -270,3 +275,72 @@ def case_other_steps():
     data = tfscale.data.GlobalBatches(ids[0], y, batch_size=24)
     model.fit(data, callbacks=[tfscale.callbacks.Synchronize()], verbose=0)
     model.predict(ids[0][: 4 + tfscale.rank()], verbose=0)
+
+
+@sizes(2, 3)
+def case_steps_that_are_not_finite_are_skipped():
+    """On all ranks, though one has the NaN, and another the rows."""
+    for exchange in ("allreduce", "sharded"):
+        model = prepared(nonfinite="skip", exchange=exchange)
+        ids, y = ids_of(8), targets(8)
+        model.train_on_batch(list(ids), y)
+        before = whole_weights(model), model.optimizer.full_state()
+        if tfscale.rank() == 0:
+            y[2] = np.nan
+        model.train_on_batch(list(ids), y)
+        require_identical(whole_weights(model), before[0])
+        require_identical(model.optimizer.full_state(), before[1])
+        assert model.optimizer.n_skipped_steps == 1
+
+
+@sizes(3)
+def case_process_sets():
+    """Two of three ranks share a table; the other has none."""
+    members = tfscale.add_process_set([0, 2])
+    if members.included():
+        keras.utils.set_random_seed(1)
+        table = tfscale.layers.ShardedEmbedding(N_ROWS, 4, process_set=members)
+        model = keras.Sequential([keras.Input((3,), dtype="int64"), table, keras.layers.Flatten()])
+        optimizer = tfscale.DistributedOptimizer(adam(), process_set=members)
+        model.compile(optimizer, "mse")
+        own = slice(4 * members.rank(), 4 * members.rank() + 4)
+        ids, y = ids_of(8)[0], np.zeros((8, 12), "float32")
+        model.train_on_batch(ids[own], y[own])
+        keras.utils.set_random_seed(1)
+        whole = keras.layers.Embedding(N_ROWS, 4)
+        single = keras.Sequential([keras.Input((3,), dtype="int64"), whole, keras.layers.Flatten()])
+        inner = adam()
+        densify(inner)
+        single.compile(inner, "mse")
+        single.train_on_batch(ids, y)
+        np.testing.assert_allclose(table.get_rows(), whole.embeddings.numpy(), atol=1e-6)
+    tfscale.barrier()
+    table = tfscale.layers.ShardedEmbedding(N_ROWS, 4, process_set=members)
+    if not members.included():
+        assert "process_set must have every rank" in outcome(table.build)
+    mixed = prepared(process_set=members) if members.included() else None
+    if mixed is not None:
+        batch = ([part[:8] for part in ids_of()], targets(8))
+        assert "Give both the same process_set" in outcome(lambda: mixed.train_on_batch(*batch))
+
+
+@sizes(2, 3)
+@engine_only("it records bytes")
+def case_messages_of_a_step():
+    """The bytes of a step are those of the formula in docs/embeddings.md, with each rank's own."""
+    table = tfscale.layers.ShardedEmbedding(N_ROWS, 4)
+    model = keras.Sequential([keras.Input((3,), dtype="int64"), table])
+    model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    tfscale.prepare(model)
+    n = 4 + tfscale.rank()
+    ids, y = ids_of(n)[0], np.zeros((n, 3, 4), "float32")
+    model.train_on_batch(ids, y)
+    tfscale.barrier()
+    inspect.take_collectives()
+    model.train_on_batch(ids, y)
+    sent = [c.bytes for c in inspect.take_collectives() if "embedding" in c.name]
+    assert len(sent) == 3
+    n_distinct = len(np.unique(ids))
+    pairs = tfscale.allgather_object((sum(sent), n_distinct))
+    expected = sum(u * (8 + 2 * 16) + 8 * tfscale.size() for _, u in pairs)
+    assert sum(n_bytes for n_bytes, _ in pairs) == expected

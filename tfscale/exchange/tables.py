@@ -26,7 +26,7 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group
 from tfscale.comm.meeting import Meeting
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ExchangeError, settings
+from tfscale.config import ConfigError, ExchangeError, settings
 from tfscale.exchange import batch_shares as shares
 from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import row_cuts
@@ -125,6 +125,14 @@ class TableRows(keras.Variable):
         """The range of the flat table, in the order of positions, that this rank holds."""
         begin, end = self.table.own
         return begin * self.table.width, end * self.table.width
+
+    def _serialize_to_tensors(self) -> Any:
+        if self.table.group.size == 1:
+            return super()._serialize_to_tensors()
+        raise ConfigError(
+            "tf.train.Checkpoint cannot save rows that ranks share. Received: "
+            f"{self.path}. Use tfscale.callbacks.Checkpoint, model.save or model.save_weights."
+        )
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; `what` names the operation in the error. Collective."""

@@ -223,6 +223,15 @@ def join_passes(model: keras.Model) -> None:
     if sharded_embeddings(model):
         internals.wrap_once(model, "evaluate", lambda run: _joined(model, run, "model.evaluate"))
         internals.wrap_once(model, "predict", lambda run: _joined(model, run, "model.predict"))
+        internals.replace_methods(model, export=_refuse_export)
+
+
+def _refuse_export(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "model.export needs whole tables. Received: a model with a ShardedEmbedding on "
+        f"{runtime.size()} ranks. Save it on all ranks, load the file in one process, and export "
+        "that model."
+    )
 
 
 def _joined(model: keras.Model, run: Callable[..., Any], what: str) -> Callable[..., Any]:
