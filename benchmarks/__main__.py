@@ -11,6 +11,7 @@ from benchmarks.cells import (
     FULL,
     MODELS,
     QUICK,
+    SLEEPING_MODELS,
     SUITES,
     TABLE,
     TRAINED_MODELS,
@@ -34,10 +35,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__, allow_abbrev=False
     )
     parser.add_argument("suites", nargs="+", choices=SUITES)
+    known_models = tuple(dict.fromkeys((*MODELS, *TRAINED_MODELS, *SLEEPING_MODELS)))
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="fewer sizes, models and rounds")
     extent.add_argument("--full", action="store_true", help="every cell, however long it takes")
-    parser.add_argument("--models", nargs="+", choices=(*MODELS, *TRAINED_MODELS), default=())
+    parser.add_argument("--models", nargs="+", choices=known_models, default=())
     ours = f"tfscale's, or cases of overlap; default: {' '.join(EXCHANGES)}"
     parser.add_argument("--exchanges", nargs="+", default=(), help=ours)
     known = "compute, horovod, mwms, ddp, tfscale-auto, ..."

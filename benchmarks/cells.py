@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks import overlap_cases
+from benchmarks import layer_tables, overlap_cases
 from benchmarks.harness import Cell
 from benchmarks.launch import has_ddp
 from benchmarks.places import MEMORY, parse_place
@@ -21,6 +21,8 @@ TRAINED_MODELS = (
     *(f"resnet8_{batch}" for batch in (64, 512)),
     *(f"{model}_{batch}" for model in ("resnet20", "vgg_small") for batch in (128, 256, 512)),
 )
+# Whose layers have times to sleep, see `benchmarks.sleeping`.
+SLEEPING_MODELS = ("resnet50", "vgg_a", "transformer", "edsr16")
 EXCHANGES = ("allreduce", "chunked", "sharded", "auto")
 LOCAL = ("local8", "local16", "local8-bf16", "local16-bf16", "local4-overlap", "local8-overlap")
 
@@ -31,6 +33,7 @@ _SHORT = {"resnet20": (40, 5), "edsr16": (10, 2), **dict.fromkeys(TRAINED_MODELS
 TORCH_SYSTEMS = ("ddp-compute", "ddp", "ddp-fp16", "ddp-powersgd")
 TORCH_MODELS = ("resnet50", "vgg_like")
 COMPUTE_ONLY = ("compute", "ddp-compute")
+SLEEPING_TORCH = ("ddp-compute", "ddp", "ddp-fsdp")
 
 # A number without an interval is enough for these, and two rounds for large models, whose systems
 # are far apart, so that the tables take two hours.
@@ -114,15 +117,50 @@ def collective_cells(choice: Choice) -> list[Cell]:
 
 
 def step_cells(choice: Choice) -> list[Cell]:
-    """Return the cells of the training steps; computing alone needs no links."""
+    """Return the cells of the training steps; computing alone needs no links.
+
+    Where layers sleep, what a stream of TCP carries is measured with them: it makes the limit.
+    """
     places = {QUICK: ("1gbit",), TABLE: ("1gbit", MEMORY), FULL: ("1gbit", MEMORY, "250mbit")}
     models = {QUICK: ("vgg_like", "resnet20"), TABLE: MODELS, FULL: MODELS}
     return [
         cell
         for place in choice.places or places[choice.extent]
-        for model in choice.models or models[choice.extent]
-        for cell in _steps(model, place, choice)
+        for model in choice.models
+        or (SLEEPING_MODELS if is_asleep(place) else models[choice.extent])
+        for cell in (_sleeping_steps if is_asleep(place) else _steps)(model, place, choice)
     ]
+
+
+def is_asleep(place: str) -> bool:
+    """Whether layers sleep at a place."""
+    return parse_place(place).sleep_speed is not None
+
+
+def _sleeping_steps(model: str, place: str, choice: Choice) -> list[Cell]:
+    """Return the cells of one model whose layers sleep."""
+    if model not in SLEEPING_MODELS:
+        raise ValueError(
+            f"models must be among {', '.join(SLEEPING_MODELS)} where layers sleep. Received: "
+            f"{model} at {place}. `python -m benchmarks.layer_times` measures the times of others."
+        )
+    where = parse_place(place)
+    rounds = {QUICK: (5, 2), TABLE: (10, 3), FULL: (20, 3)}[choice.extent]
+    arguments: tuple[str, ...] = ("--model", model, "--sleep", str(where.sleep_speed))
+    arguments += ("--repeats", str(rounds[0]), "--warmup", str(rounds[1]))
+    names = [f"tfscale-{exchange}" for exchange in choice.exchanges or EXCHANGES]
+    systems = ["compute", "tcp", *names, *_baselines(*(SLEEPING_TORCH if has_ddp() else ()))]
+    alone = f"sleep{where.sleep_speed:g}-1x{where.n_ranks}@{MEMORY}"
+    n_bytes = str(layer_tables.gradient_bytes(model))
+    stream = ("--bytes", n_bytes, "--repeats", str(rounds[0]))
+    cells = []
+    for system in systems:
+        if choice.systems and system not in choice.systems:
+            continue
+        suite, given = ("collectives", stream) if system == "tcp" else ("step", arguments)
+        there = alone if system in COMPUTE_ONLY else place
+        cells.append(Cell(suite, f"{model} {place}", system, there, where.n_ranks, given))
+    return cells
 
 
 def _steps(model: str, place: str, choice: Choice) -> list[Cell]:

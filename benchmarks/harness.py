@@ -14,8 +14,12 @@ from typing import Any
 
 from benchmarks import alternate, provenance, sessions
 from benchmarks.launch import RunFailedError, cluster_for, interpreter_of, run_ranks
-from benchmarks.places import parse_place
+from benchmarks.places import SLOW_MOTION, parse_place
 from tfscale.files import sha256
+
+# Where layers sleep: the share of the cores' time, and the factor that is not enough for it only
+# where other programs use the cores.
+_LEAST_IDLE, _SLOWEST = 1 / 3, 16
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ def measure(
     with cluster_for([(cell.place, cell.n_ranks) for cell in cells]):
         for group in groups:
             turns = [cell for cell in cells if cell.group == group]
+            if parse_place(turns[0].place).sleep_speed is not None:
+                _run_sleeping(turns, n_rounds, timeout_s, (content, session), keep, tell)
+                continue
             if side_by_side:
                 if not all((*cell.key, n_rounds - 1) in done for cell in turns):
                     _run_side_by_side(turns, n_rounds, timeout_s, keep, tell)
@@ -97,6 +104,52 @@ def measure(
                         continue
                     keep(cell, {"round": number, **run_cell(cell, timeout_s)})
     return content
+
+
+def _run_sleeping(
+    cells: Sequence[Cell],
+    n_rounds: int,
+    timeout_s: float,
+    so_far: tuple[sessions.Content, str],
+    keep: Callable[[Cell, dict[str, Any]], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Run cells whose layers sleep, so slowly that cores are idle for a third of the time.
+
+    The factor is that of the group's runs of this session so far, at first 1. A run with busier
+    cores is thrown away, and the group begins again with twice the factor, up to 16.
+    """
+    content, session = so_far
+    names, here = {cell.key for cell in cells}, (session, provenance.commit())
+
+    def done() -> list[dict[str, Any]]:
+        runs = [run for run in content["runs"] if (run["session"], run["commit"]) == here]
+        return [run for run in runs if sessions.key_of(run) in names]
+
+    slow_motion = max((run["slow_motion"] for run in done()), default=1)
+    while True:
+        turns = [
+            (number, cell)
+            for number in range(n_rounds)
+            for cell in cells[:: -1 if number % 2 else 1]
+        ]
+        for number, cell in turns:
+            known = [(*sessions.key_of(r), r["round"], r["slow_motion"]) for r in done()]
+            if (*cell.key, number, slow_motion) in known:
+                continue
+            run = run_cell(cell, timeout_s * slow_motion, {SLOW_MOTION: str(slow_motion)})
+            if run.get("idle_share", 1.0) < _LEAST_IDLE and slow_motion < _SLOWEST:
+                tell(
+                    f"{cell.group} {cell.system}: cores were idle for {run['idle_share']:.0%} of "
+                    f"the time; again in slow motion, {2 * slow_motion} times"
+                )
+                slow_motion *= 2
+                faster = done()
+                content["runs"] = [run for run in content["runs"] if run not in faster]
+                break
+            keep(cell, {"round": number, "slow_motion": slow_motion, **run})
+        else:
+            return
 
 
 def _run_side_by_side(
@@ -158,18 +211,21 @@ def run_cell(
         result: dict[str, Any] = {"commit": commit, "command": program, "load": [before]}
         try:
             result["bytes"] = run_ranks(cell.place, cell.n_ranks, command, extra, timeout_s)
-            result.update(merge(Path(folder), cell.n_ranks))
+            result.update(merge(Path(folder), cell.n_ranks, float(extra.get(SLOW_MOTION, "1"))))
         except RunFailedError as error:
             result["error"] = str(error)
         result["load"].append(provenance.load())
         return result
 
 
-def merge(folder: Path, n_ranks: int) -> dict[str, Any]:
-    """Merge what the ranks wrote: of each duration the slowest rank's."""
+def merge(folder: Path, n_ranks: int, slow_motion: float = 1.0) -> dict[str, Any]:
+    """Merge what the ranks wrote: of each duration the slowest rank's, without slow motion."""
     ranks = [json.loads((folder / f"rank{r}.json").read_text()) for r in range(n_ranks)]
     samples = {
-        case: [max(values) for values in zip(*(r["samples"][case] for r in ranks), strict=True)]
+        case: [
+            max(values) / slow_motion
+            for values in zip(*(r["samples"][case] for r in ranks), strict=True)
+        ]
         for case in ranks[0]["samples"]
     }
     return {
@@ -178,6 +234,7 @@ def merge(folder: Path, n_ranks: int) -> dict[str, Any]:
         "sent_bytes": {case: max(r["sent_bytes"][case] for r in ranks) for case in samples},
         "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "start_s": max(rank["start_s"] for rank in ranks),
+        "idle_share": min(rank["idle_share"] for rank in ranks),
     }
 
 
@@ -186,4 +243,6 @@ def _line(run: dict[str, Any]) -> str:
     if "error" in run:
         return f"{name}: FAILED {run['error'][-600:]}"
     shown = {case: f"{1e3 * sorted(s)[len(s) // 2]:.1f} ms" for case, s in run["samples"].items()}
+    if "slow_motion" in run:
+        return f"{name}: {shown} (slow motion {run['slow_motion']}, idle {run['idle_share']:.0%})"
     return f"{name}: {shown}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.places import MEMORY, parse_place
+from benchmarks.places import MEMORY, SLOW_MOTION, parse_place
 from benchmarks.provenance import ROOT
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -80,7 +80,8 @@ def run_ranks(
             if where.rate_bits_s is None:
                 code, moved = _run_here(size, command, extra, (output, timeout_s)), {}
             else:
-                control.set_shape(_CLUSTER, Shape(where.rate_bits_s))
+                rate = where.rate_bits_s / float(extra.get(SLOW_MOTION, "1"))
+                control.set_shape(_CLUSTER, Shape(rate))
                 given = (command, extra, output, timeout_s)
                 result = running.run(_CLUSTER, size, *given, n_nodes=where.n_hosts)
                 code, moved = result.exit_code, result.bytes

@@ -1,7 +1,8 @@
 """Places of ranks: the memory of one machine, or emulated hosts with links of a rate.
 
 "memory" is one host without links, "1gbit" one rank on each host, "2x4@1gbit" two hosts with four
-ranks each, and "1x4@memory" four ranks in memory.
+ranks each, and "1x4@memory" four ranks in memory. At "sleep-4x1@1gbit" layers sleep instead of
+computing, each rank on a core of its own; at "sleep8-4x1@1gbit" on one eight times as fast.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from tools.cluster.layout import parse_rate
 
 MEMORY = "memory"
+# The environment variable with the factor of all times where layers sleep.
+SLOW_MOTION = "BENCH_SLOW_MOTION"
 
 
 @dataclass(frozen=True)
@@ -22,24 +25,30 @@ class Place:
         n_hosts: Hosts, each with a link of its own; 1 in memory.
         n_ranks: Ranks of all hosts together, as many on each.
         rate_bits_s: Of a link in each direction; None in memory.
+        sleep_speed: How many times as fast as the core of `benchmarks.layer_times` that of each
+            rank is, whose layers sleep; None where layers compute.
     """
 
     n_hosts: int
     n_ranks: int
     rate_bits_s: float | None
+    sleep_speed: float | None = None
 
 
 def parse_place(text: str, n_ranks: int = 4) -> Place:
     """Read a place.
 
     Args:
-        text: Such as "memory", "1gbit" or "2x4@1gbit".
+        text: Such as "memory", "1gbit", "2x4@1gbit" or "sleep-4x1@1gbit".
         n_ranks: Where the text does not say it.
 
     Raises:
         ValueError: It is neither of these.
     """
-    found = re.fullmatch(r"(?:([1-9]\d*)x([1-9]\d*)@)?([^@\s]+)", text)
+    asleep = re.match(r"sleep(\d+(?:\.\d+)?)?-", text)
+    found = re.fullmatch(
+        r"(?:([1-9]\d*)x([1-9]\d*)@)?([^@\s]+)", text[asleep.end() if asleep else 0 :]
+    )
     if found is None:
         raise ValueError(_error(text))
     default = (1, n_ranks) if found[3] == MEMORY else (n_ranks, 1)
@@ -47,11 +56,12 @@ def parse_place(text: str, n_ranks: int = 4) -> Place:
     if found[3] == MEMORY and n_hosts > 1:
         raise ValueError(_error(text))
     rate = None if found[3] == MEMORY else parse_rate(found[3])
-    return Place(n_hosts, n_hosts * per_host, rate)
+    speed = float(asleep[1] or 1) if asleep else None
+    return Place(n_hosts, n_hosts * per_host, rate, speed)
 
 
 def _error(text: str) -> str:
     return (
-        "A place is memory, a rate, or hosts x ranks @ one of these, with one host in memory. "
-        f"Received: {text!r}. Example: --places 2x4@1gbit"
+        "A place is memory, a rate, or hosts x ranks @ one of these, with one host in memory; "
+        f"sleep- may come before it. Received: {text!r}. Example: --places 2x4@1gbit"
     )

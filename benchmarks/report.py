@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import sessions
+from benchmarks.cells import is_asleep
 from benchmarks.gather_tables import gathers_of, gathers_table
 from benchmarks.markdown import megabytes, milliseconds, ratio_text, table, three_digits
 from benchmarks.numbers import bus_bandwidth, physical_limit
 from benchmarks.rows import Row, Runs, collect, systems_of
+from benchmarks.sleeping_tables import tables as sleeping_tables
 from benchmarks.step_tables import group_table, overhead_table, summary
 
 _HEADINGS = {
@@ -94,10 +96,15 @@ def _session_line(session: dict[str, Any], commits: Sequence[str]) -> str:
     return f"{text}TensorFlow {versions['tensorflow']}; {session['created']}"
 
 
+def computed(content: dict[str, Any]) -> Runs:
+    """Return the runs in which layers computed."""
+    return [run for run in content["runs"] if not is_asleep(run["place"])]
+
+
 def report(content: dict[str, Any], title: str) -> str:
     """Return the page of one file of results."""
-    runs = content["runs"]
-    failed = [f"{run['group']} {run['system']}" for run in runs if "error" in run]
+    slept, runs = sleeping_tables(content["runs"]), computed(content)
+    failed = [f"{run['group']} {run['system']}" for run in content["runs"] if "error" in run]
     parts = [f"# {title}\n"] if title else []
     parts += [about(content)]
     steps = collect(runs, "step")
@@ -116,6 +123,8 @@ def report(content: dict[str, Any], title: str) -> str:
     if collectives:
         parts += ["## Allreduce\n", "![bus bandwidth](benchmarks-allreduce.png)\n"]
         parts += [collectives_table(collectives)]
+    if slept:
+        parts += ["## Where layers sleep\n", *slept]
     if failed:
         parts += [f"Failed: {', '.join(sorted(set(failed)))}.\n"]
     return "\n".join(parts)
@@ -123,7 +132,7 @@ def report(content: dict[str, Any], title: str) -> str:
 
 def made_by(content: dict[str, Any], suite: str) -> str:
     """Return commits and machines of a suite's runs, for the foot of a picture."""
-    runs = [run for run in content["runs"] if run["suite"] == suite]
+    runs = [run for run in computed(content) if run["suite"] == suite]
     machines = {
         f"{machine['cpu']}, {machine['n_cores']} cores"
         for machine in (content["sessions"][run["session"]]["machine"] for run in runs)
@@ -147,7 +156,7 @@ def main() -> None:
     from benchmarks.pictures import draw_collectives, draw_gathers, draw_steps
 
     made = {suite: made_by(content, suite) for suite in ("collectives", "step", "gathers")}
-    runs = content["runs"]
+    runs = computed(content)
     draw_collectives(collect(runs, "collectives"), options.output, made["collectives"])
     draw_steps(collect(runs, "step"), options.output, f"{made['step']}; bars: quartiles")
     draw_gathers(runs, options.output, made["gathers"])

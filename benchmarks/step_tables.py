@@ -20,6 +20,7 @@ NAMES = {
     "ddp": "PyTorch DDP",
     "ddp-fp16": "PyTorch DDP, fp16",
     "ddp-powersgd": "PyTorch DDP, PowerSGD of rank 4",
+    "ddp-fsdp": "PyTorch FSDP2",
 }
 
 

@@ -35,10 +35,12 @@ class Samples:
         seconds: Durations.
         sent_bytes: Bytes that this host's link sent per call, those for warming up included; 0 in
             memory.
+        idle_share: Of the time of this machine's cores meanwhile.
     """
 
     seconds: list[float]
     sent_bytes: float = 0.0
+    idle_share: float = 0.0
 
 
 def n_hosts() -> int:
@@ -50,6 +52,22 @@ def link_bytes() -> int:
     """Return the bytes that the link of this emulated host has sent so far; 0 in memory."""
     link = os.environ.get("FI_TCP_IFACE")
     return int(Path(f"/sys/class/net/{link}/statistics/tx_bytes").read_text()) if link else 0
+
+
+class IdleShare:
+    """The share of their time that this machine's cores are idle, from when it is made."""
+
+    def __init__(self) -> None:
+        self._begin = self._times()
+
+    def so_far(self) -> float:
+        """The share, in [0, 1]."""
+        spent = [now - before for now, before in zip(self._times(), self._begin, strict=True)]
+        return (spent[3] + spent[4]) / max(sum(spent[:8]), 1)  # idle, and waiting for disks
+
+    @staticmethod
+    def _times() -> list[int]:
+        return [int(x) for x in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
 
 
 class Turns:
@@ -107,7 +125,7 @@ def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1)
         block: Calls whose mean is one duration, where not every call does the same.
     """
     kept: list[float] = []
-    sent = 0
+    sent, idle = 0, IdleShare()
     turns = Turns.of_environment()
     n_turns = turns.n if turns else 1
     for turn in range(n_turns):
@@ -124,7 +142,7 @@ def sample(run: Callable[[], object], warmup: int, repeats: int, block: int = 1)
         kept += durations[warmup:]
     if turns:
         turns.end()
-    return Samples(kept, sent / (n_turns * block * (warmup + repeats)))
+    return Samples(kept, sent / (n_turns * block * (warmup + repeats)), idle.so_far())
 
 
 def sample_in_turn(
@@ -157,6 +175,7 @@ def write(folder: Path, rank: int, samples: dict[str, Samples], **facts: Any) ->
     content = {
         "samples": {case: found.seconds for case, found in samples.items()},
         "sent_bytes": {case: found.sent_bytes for case, found in samples.items()},
+        "idle_share": min(found.idle_share for found in samples.values()),
         "start_s": facts.pop("start_s"),
         "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "facts": facts,

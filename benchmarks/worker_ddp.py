@@ -1,4 +1,4 @@
-"""Measured program: training steps of PyTorch's DistributedDataParallel on gloo.
+"""Measured program: training steps of PyTorch's DistributedDataParallel, or FSDP2, on gloo.
 
 It runs in an environment of its own, see `make ddp`, so it imports nothing of TensorFlow's.
 """
@@ -10,8 +10,10 @@ import os
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from benchmarks import worker
+from benchmarks import worker, worker_ddp_sleep
 
 # Filters inside the blocks of a stage of ResNet-50, and number of blocks.
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
@@ -75,6 +77,11 @@ def distribute(system: str, model: nn.Module) -> nn.Module:
     """Return the model whose gradients are averaged over ranks in the way of a system."""
     if system == "ddp-compute":
         return model
+    if system == "ddp-fsdp":
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
     # PowerSGD sends the second factor of a bucket when the first has arrived: with several buckets
     # in an order that differs by rank, which gloo answers with an error. So there is one bucket.
     buckets = {"bucket_cap_mb": 1024} if system == "ddp-powersgd" else {}
@@ -92,7 +99,9 @@ def distribute(system: str, model: nn.Module) -> nn.Module:
 def main() -> None:
     """Measure the steps of one model."""
     parser = worker.parser()
-    parser.add_argument("--model", choices=sorted(MODELS), required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--block", type=int, default=1, help="steps whose mean is one duration")
+    parser.add_argument("--sleep", type=float, help="layers sleep, of cores that are so fast")
     options = parser.parse_args()
     rank, size = int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("FI_TCP_IFACE", "lo")
@@ -100,16 +109,22 @@ def main() -> None:
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     torch.manual_seed(1)
-    model = distribute(options.system, MODELS[options.model]())
+    if options.sleep:
+        made: nn.Module = worker_ddp_sleep.build(options.model, options.sleep)
+    else:
+        made = MODELS[options.model]()
+    model = distribute(options.system, made)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
     torch.manual_seed(rank)
-    global_batch, side = _BATCHES[options.model]
+    global_batch, side = _BATCHES.get(options.model, (8 * size, 1))
     pictures = torch.rand(global_batch // size, 3, side, side)
     labels = torch.randint(_CLASSES, (global_batch // size,))
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(pictures), labels).backward()
+        outputs = model(pictures.requires_grad_(bool(options.sleep)))
+        loss = outputs.mean() if options.sleep else nn.functional.cross_entropy(outputs, labels)
+        loss.backward()
         optimizer.step()
 
     step()

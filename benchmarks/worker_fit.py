@@ -25,6 +25,7 @@ class Clock(keras.callbacks.Callback):
     Attributes:
         seconds: Of each step, up to the end of the next one's.
         sent_bytes: By this host's link, per step.
+        idle_share: Of the time of this machine's cores.
     """
 
     def __init__(self, warmup: int = 1) -> None:
@@ -37,9 +38,11 @@ class Clock(keras.callbacks.Callback):
         now, sent = time.perf_counter(), worker.link_bytes()
         if batch < self._warmup:
             self._sent, self.seconds = sent, []
+            self._idle = worker.IdleShare()
         else:
             self.seconds.append(now - self._ended)
             self.sent_bytes = (sent - self._sent) / len(self.seconds)
+            self.idle_share = self._idle.so_far()
         self._ended = now
 
 

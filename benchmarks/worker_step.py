@@ -88,19 +88,25 @@ def step_in_fit(
     fitted.settle()
     clock = Clock(options.warmup + 1)
     fitted.run(clock)
-    samples = worker.Samples(clock.seconds, clock.sent_bytes)
+    samples = worker.Samples(clock.seconds, clock.sent_bytes, clock.idle_share)
     return fitted.model, samples, {**system.facts(), "start_s": start_s}
 
 
 def main() -> None:
     """Measure the steps of one model."""
     parser = worker.parser()
-    parser.add_argument("--model", choices=sorted(WORKLOADS), required=True)
+    parser.add_argument("--model", required=True)
     parser.add_argument("--block", type=int, default=1, help="steps whose mean is one duration")
+    parser.add_argument("--sleep", type=float, help="layers sleep, of cores that are so fast")
     options = parser.parse_args()
     system = start(options.system)
     keras.utils.set_random_seed(1)
-    workload = WORKLOADS[options.model]
+    if options.sleep:
+        from benchmarks import sleeping
+
+        workload = sleeping.workload(options.model, system.size, options.sleep)
+    else:
+        workload = WORKLOADS[options.model]
     if isinstance(system, Tfscale) and system.in_fit:
         model, samples, facts = step_in_fit(workload, system, options)
     else:

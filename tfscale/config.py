@@ -57,7 +57,8 @@ class RankError(RuntimeError):
     Attributes:
         rank: Number of the rank that failed first; None where none is the cause, such as a host
             that cannot be reached.
-        exit_code: That of `tfscale run` for such an end, see docs/errors.md.
+        exit_code: That of `tfscale run` for such an end, see 'Errors and exit codes' in the
+            documentation.
 
     Examples:
         >>> error = tfscale.RankError("rank 1 failed: division by zero", rank=1)

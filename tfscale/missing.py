@@ -15,7 +15,7 @@ _COMMAND = (
 _CLUSTER = (
     "tfscale starts processes on hosts that are reserved for the job, by a command",
     "Let the cluster reserve them, and write `tfscale run -np 4 -H host1:2,host2:2 python "
-    "train.py`: see docs/operations.md.",
+    "train.py`: see 'Unattended jobs' in the documentation.",
 )
 _SERVICE = (
     "tfscale has no wrapper of tf.data's service",
@@ -27,8 +27,9 @@ MODULES = {
     "elastic": (
         "tfscale restarts a job from its last checkpoint instead of changing its ranks while it "
         "runs",
-        "Give fit a tfscale.callbacks.Checkpoint, or save in a loop of your own "
-        "(docs/from-horovod.md), and start the job by `tfscale run --restarts 3 --min-np 2`.",
+        "Give fit a tfscale.callbacks.Checkpoint, or save in a loop of your own (see 'From "
+        "Horovod' in the documentation), and start the job by `tfscale run --restarts 3 --min-np "
+        "2`.",
     ),
     "runner": _COMMAND,
     "spark": _CLUSTER,

@@ -1,13 +1,16 @@
 """Build the C++ tests and run them under mpiexec, plain and with sanitizers.
 
 Each `custom_ops/test/*_test.cc` is one program, linked with `custom_ops/comm`; it returns 0 if all
-its checks hold. `--times 4` runs `allreduce_times.cc` instead, with 4 ranks.
+its checks hold. `--times 4` runs `allreduce_times.cc` instead, with 4 ranks; `--beside FOLDER`
+compares it with the same program of other objects, such as those of a wheel (tools/build_wheel.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import shlex
+import statistics
 import subprocess
 import sys
 import time
@@ -98,12 +101,54 @@ def run_test(program: Path, size: int, variant: Variant, timeout_s: float) -> st
     return ""
 
 
-def run_times(size: int, ranks_per_host: int, seconds: float) -> int:
-    """Print times, messages and bytes of allreduces; return the exit code."""
+def run_times(program: Path, options: argparse.Namespace) -> str:
+    """Run the program of times on the ranks; return its table."""
+    command = [str(native.find_tool("mpiexec")), "-n", str(options.times), str(program)]
+    command += [str(options.ranks_per_host), str(options.seconds)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def read_times(table: str) -> dict[int, float]:
+    """The engine's milliseconds by bytes, from a table of `allreduce_times.cc`."""
+    rows = [line.split() for line in table.splitlines() if line.split()[0].isdigit()]
+    return {int(row[0]): float(row[1]) for row in rows}
+
+
+def compare_times(own: Path, other: Path, options: argparse.Namespace) -> None:
+    """Print the ratios other / own of two programs, which run in turns, with 90 % intervals."""
+    ratios: dict[int, list[float]] = {}
+    for block in range(options.blocks):
+        programs = (own, other) if block % 2 else (other, own)
+        times = {program: read_times(run_times(program, options)) for program in programs}
+        for n_bytes, own_ms in times[own].items():
+            ratios.setdefault(n_bytes, []).append(times[other][n_bytes] / own_ms)
+    print(f"{'bytes':>10} {'ratio':>7}   90 % interval of the median of {options.blocks} blocks")
+    draw = random.Random(1)
+    for n_bytes, of_size in ratios.items():
+        medians = sorted(
+            statistics.median(draw.choices(of_size, k=len(of_size))) for _ in range(2000)
+        )
+        low, high = medians[100], medians[-101]
+        print(f"{n_bytes:10} {statistics.median(of_size):7.3f}   [{low:.3f}, {high:.3f}]")
+
+
+def time_allreduces(options: argparse.Namespace) -> None:
+    """Print times, messages and bytes of allreduces, or a comparison of two builds."""
     (program,) = build_tests("times", TIMES, "allreduce_times.cc")
-    mpiexec = str(native.find_tool("mpiexec"))
-    command = [mpiexec, "-n", str(size), str(program), str(ranks_per_host), str(seconds)]
-    return subprocess.call(command)
+    if options.beside is None:
+        print(run_times(program, options))
+        return
+    objects = map(str, sorted(options.beside.rglob("*.o")))
+    toolchain, other = native.find_toolchain(), program.with_name("allreduce_times_beside")
+    command = [
+        toolchain.compiler,
+        str(program.parent / "test" / "allreduce_times.o"),
+        *objects,
+        "-o",
+        str(other),
+    ]
+    native.run_quietly([*command, *toolchain.link_flags, "-pthread"], "Linking the other program")
+    compare_times(program, other, options)
 
 
 def main() -> int:
@@ -118,9 +163,12 @@ def main() -> int:
     parser.add_argument("--times", type=int, metavar="RANKS", help="time allreduces instead")
     parser.add_argument("--ranks-per-host", type=int, default=0, help="of --times; 0: as they are")
     parser.add_argument("--seconds", type=float, default=0.5, help="of --times, for each size")
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="of --times: other objects")
+    parser.add_argument("--blocks", type=int, default=20, help="of --beside: runs of each program")
     options = parser.parse_args()
     if options.times:
-        return run_times(options.times, options.ranks_per_host, options.seconds)
+        time_allreduces(options)
+        return 0
     failures = 0
     for name in options.variants.split(","):
         variant, start = VARIANTS[name], time.monotonic()

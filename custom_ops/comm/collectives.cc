@@ -56,6 +56,7 @@ void Submit(OperationHandle operation, Call call) {
   if (!call.shapes.empty()) task.operation->CompareFirst(call.name, call.shapes);
   task.name = std::move(call.name);
   task.is_awaited_later = call.is_awaited_later;
+  task.may_overtake = call.may_overtake;
   task.group = call.group;
   task.plan = call.plan;
   task.slot = call.slot;

@@ -103,6 +103,8 @@ struct Call {
   std::shared_ptr<void> memory;  // kept until the operation is destroyed
   // Nothing waits for it yet, so that it may take a little longer and fewer polls.
   bool is_awaited_later = false;
+  // It may start before its turn in the plan where this rank has nothing else to send.
+  bool may_overtake = false;
   // Set before GiveUpWaiting, which may come before the call does.
   std::shared_ptr<std::atomic<bool>> is_cancelled;
   // Runs exactly once, on the communication thread or, without an engine, here.

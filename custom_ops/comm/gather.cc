@@ -70,14 +70,42 @@ void RequireCuts(size_t n_cuts, int size) {
 
 void SegmentGather::Begin() {
   RequireCuts(cuts_.size(), size());
-  spread_.emplace(*transfers_, hosts(), rank(), channel_.tag, PieceBytes(), 0);
+  // Small pieces on links, where others may need them soon; see Hold.
+  chunk_bytes_ = hosts().n_hosts() > 1 ? channel_.chunk_bytes : PieceBytes();
+  spread_.emplace(*transfers_, hosts(), rank(), channel_.tag, chunk_bytes_, kFirstPassedKey);
   spread_->Receive(buffer_, cuts_);
-  const size_t own = cuts_[static_cast<size_t>(rank())];
-  spread_->SendAll(buffer_ + own, cuts_[static_cast<size_t>(rank()) + 1] - own);
+  next_ = cuts_[static_cast<size_t>(rank())];
+  SendMore();
+}
+
+void SegmentGather::SendMore() {
+  while (!is_held_ && next_ < end() &&
+         n_messages_ < kMostChunks * std::max<size_t>(n_per_chunk_, 1)) {
+    const size_t bytes = std::min(chunk_bytes_, end() - next_);
+    n_per_chunk_ = spread_->SendChunk(buffer_ + next_, bytes, kSentKey);
+    n_messages_ += n_per_chunk_;
+    next_ += bytes;
+  }
+}
+
+void SegmentGather::Hold(bool is_held) {
+  is_held_ = is_held;
+  if (!is_held && spread_) SendMore();
 }
 
 void SegmentGather::Advance(const std::vector<int>& completed) {
-  for (int key : completed) spread_->OnCompleted(key);
+  for (int key : completed) {
+    if (key == kSentKey) {
+      --n_messages_;
+    } else {
+      spread_->OnCompleted(key);
+    }
+  }
+  SendMore();
+}
+
+void SegmentGather::Finish() {
+  if (next_ == end()) SetDone();
 }
 
 ChangeGather::ChangeGather(ChangesArgs args)

@@ -69,6 +69,8 @@ class Operation {
   }
 
   bool is_done() const { return is_done_ && transfers_->is_empty(); }
+  // Whether to send nothing more for now: others need the link. Some operations do not listen.
+  virtual void Hold(bool is_held) { static_cast<void>(is_held); }
   // Payload of this rank in bytes, for the window of the scheduler and reports.
   virtual size_t bytes() const = 0;
   // Ranks, within the communicator, that keep it from ending.

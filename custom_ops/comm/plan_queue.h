@@ -18,8 +18,10 @@
 namespace tfscale {
 
 // Slots start in plan order, whatever order they arrive in, so that all ranks
-// give their bandwidth to the same collectives. Before the first one the ranks
-// compare their plans. Used by the communication thread only.
+// give their bandwidth to the same collectives. Only where a rank has nothing else
+// to send, tasks that may overtake start before their turn. The turns of the others
+// come nevertheless, so that ranks which choose differently do not wait for each other.
+// Before the first one the ranks compare their plans. Used by the communication thread only.
 class PlanQueue {
  public:
   PlanQueue(PlanSpec spec, const Group& group);
@@ -31,6 +33,9 @@ class PlanQueue {
   bool StepHandshake(const Channel& base);
   // The next task in plan order, if it is here and the window has room for it.
   std::optional<Task> TakeNext(int64_t window_bytes);
+  // The last task of this run that may overtake, where the next one is not here. All ranks choose
+  // alike where the last slots arrive first.
+  std::optional<Task> TakeEarly();
   void OnFinished(const Task& task);
 
   // Tasks that have not started and that `is_chosen`, removed from the queue.
@@ -73,7 +78,12 @@ class PlanQueue {
   // Whether an earlier collective of the slot has not ended.
   bool is_running(int slot) const {
     const size_t place = static_cast<size_t>(slot);
-    return place < waiting_.size() && (is_under_way_[place] || !waiting_[place].empty());
+    return place < waiting_.size() &&
+           (under_way_[place] != UnderWay::kNo || !waiting_[place].empty());
+  }
+  // The task under way was taken before its turn, which has not come.
+  bool is_early(int slot) const {
+    return under_way_[static_cast<size_t>(slot)] == UnderWay::kEarly;
   }
   bool is_waiting() const { return n_waiting_ > 0; }
   // The next slot has arrived, but the window has no room beside the active ones.
@@ -82,7 +92,7 @@ class PlanQueue {
   }
   // The next slot has arrived, whatever keeps it from starting.
   bool is_next_due() const { return n_waiting_ > 0 && !waiting_[next_slot_].empty(); }
-  bool is_idle() const { return n_waiting_ == 0 && n_under_way_ == 0; }
+  bool is_idle() const { return n_waiting_ == 0 && n_under_way_ == 0 && n_early_ == 0; }
   bool is_comparing() const { return n_waiting_ > 0 && !is_agreed_; }
   PlanKey key() const { return {spec_.group, spec_.index}; }
   const PlanSpec& spec() const { return spec_; }
@@ -99,6 +109,11 @@ class PlanQueue {
 
  private:
   void FinishHandshake();
+  enum class UnderWay { kNo, kInTurn, kEarly };
+
+  Task Take(size_t slot);
+  void CountInTurn(size_t slot);
+  void PassTurn();
 
   const PlanSpec spec_;
   const bool is_patient_;  // of spec_: asked in every round of the communication thread
@@ -106,11 +121,16 @@ class PlanQueue {
   std::vector<std::deque<Task>> waiting_;  // per slot
   std::vector<int64_t> n_arrived_;         // per slot
   // Per slot. One at a time: all executions of a slot have the same tag.
-  std::vector<bool> is_under_way_;
+  std::vector<UnderWay> under_way_;
+  std::vector<bool> is_turn_over_;  // per slot: this run's task was taken before its turn
+  std::vector<int64_t> bytes_;      // per slot: of the task that was taken last
   size_t n_waiting_ = 0;
   size_t next_slot_ = 0;
+  // In their turn. Early ones take no room of the window: another rank may begin them only after
+  // those whose turn it is.
   int64_t bytes_under_way_ = 0;
   int n_under_way_ = 0;
+  int n_early_ = 0;
   Status interruption_;
 
   bool is_agreed_ = false;

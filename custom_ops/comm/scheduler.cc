@@ -228,7 +228,37 @@ bool Scheduler::StepQueues() {
       has_moved = true;
     }
   }
+  if (active_.empty()) has_moved = StartEarly() || has_moved;
+  HoldEarly();
   return has_moved;
+}
+
+bool Scheduler::is_early(const Task& task) const {
+  return task.may_overtake && task.plan != kEager && queues_.at(task.plan)->is_early(task.slot);
+}
+
+// What was started early sends only while nothing else is active.
+void Scheduler::HoldEarly() {
+  const auto can_overtake = [](const Task& task) { return task.may_overtake; };
+  if (std::none_of(active_.begin(), active_.end(), can_overtake)) return;
+  const auto n_early = std::count_if(active_.begin(), active_.end(),
+                                     [this](const Task& task) { return is_early(task); });
+  const bool is_held = static_cast<size_t>(n_early) < active_.size();
+  for (Task& task : active_) {
+    if (task.may_overtake) task.operation->Hold(is_held && is_early(task));
+  }
+}
+
+bool Scheduler::StartEarly() {
+  for (auto& [id, queue] : queues_) {
+    if (!queue->is_waiting() || queue->is_patient()) continue;
+    std::optional<Task> task = queue->TakeEarly();
+    if (!task) continue;
+    const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
+    Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation_));
+    return true;
+  }
+  return false;
 }
 
 bool Scheduler::is_busy() const {

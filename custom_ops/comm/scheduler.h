@@ -90,6 +90,9 @@ class Scheduler {
   void DiscardAll();
   bool StepActive();
   bool StepQueues();
+  bool StartEarly();
+  bool is_early(const Task& task) const;
+  void HoldEarly();
   void Finish(Task& task);
   std::string PlaceOf(const Task& task) const;
   void EndAll(const Status& why);

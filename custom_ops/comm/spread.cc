@@ -19,16 +19,17 @@ Spread::Spread(Transfers& transfers, const HostLayout& hosts, int rank, int tag,
       chunk_bytes_(chunk_bytes),
       first_key_(first_key) {}
 
-void Spread::SendChunk(const char* data, size_t bytes) {
+size_t Spread::SendChunk(const char* data, size_t bytes, int key) {
   const int own = hosts_.HostOf(rank_);
   // Other hosts first: they have the longer way.
   for (int i = 1; i < hosts_.n_hosts(); ++i) {
     const int host = (own + i) % hosts_.n_hosts();
-    transfers_.Send(data, bytes, hosts_.Partner(host, rank_), tag_ + kOwn);
+    transfers_.Send(data, bytes, hosts_.Partner(host, rank_), tag_ + kOwn, key);
   }
   for (int peer : hosts_.RanksOf(own)) {
-    if (peer != rank_) transfers_.Send(data, bytes, peer, tag_ + kOwn);
+    if (peer != rank_) transfers_.Send(data, bytes, peer, tag_ + kOwn, key);
   }
+  return static_cast<size_t>(hosts_.n_hosts()) - 1 + hosts_.RanksOf(own).size() - 1;
 }
 
 void Spread::SendAll(const char* data, size_t bytes) {

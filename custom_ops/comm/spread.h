@@ -16,12 +16,13 @@ namespace tfscale {
 // overlaps with receiving. Part of an operation, which it shares the transfers with.
 class Spread {
  public:
-  // Uses the tags `tag` and `tag` + 1, and keys from `first_key` on.
+  // Uses the tags `tag` and `tag` + 1, and keys from `first_key` on for what is passed on.
   Spread(Transfers& transfers, const HostLayout& hosts, int rank, int tag, size_t chunk_bytes,
          int first_key);
 
-  // The next chunk of the own segment: `bytes` of them, less only at its end.
-  void SendChunk(const char* data, size_t bytes);
+  // The next chunk of the own segment: `bytes` of them, less only at its end. Returns the number
+  // of messages, each of which completes `key`.
+  size_t SendChunk(const char* data, size_t bytes, int key = Transfers::kNoKey);
   // All of the own segment at once.
   void SendAll(const char* data, size_t bytes);
   // The segments of others will arrive in `vector`; rank r's are the bytes

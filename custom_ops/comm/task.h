@@ -24,6 +24,7 @@ struct Task {
   std::function<void(const Status&)> done;
   std::string name;
   bool is_awaited_later = false;  // see Call
+  bool may_overtake = false;      // see Call
   int group = 0;
   int plan = kEager;
   int slot = 0;

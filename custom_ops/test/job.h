@@ -77,6 +77,7 @@ struct Place {
   int group = 0;
   int plan = -1;
   int slot = 0;
+  bool may_overtake = false;
 };
 
 // Hands a collective over; the future holds how it ended. A second call of its
@@ -89,6 +90,7 @@ inline std::future<Status> Post(OperationHandle operation, const Place& place = 
   call.group = place.group;
   call.plan = place.plan;
   call.slot = place.slot;
+  call.may_overtake = place.may_overtake;
   call.memory = std::move(memory);
   call.done = [promise](const Status& status) { promise->set_value(status); };
   std::future<Status> result = promise->get_future();

@@ -67,8 +67,12 @@ class Sum {
 class SumPlan {
  public:
   SumPlan(const Job& job, const std::string& name, int n_slots, int group = 0,
-          std::vector<int> ranks = {})
-      : job_(job), n_slots_(n_slots), group_(group), ranks_(std::move(ranks)) {
+          std::vector<int> ranks = {}, bool may_overtake = false)
+      : job_(job),
+        n_slots_(n_slots),
+        group_(group),
+        ranks_(std::move(ranks)),
+        may_overtake_(may_overtake) {
     if (ranks_.empty()) ranks_ = job.Ranks([](int) { return true; });
     id_ = job.engine().plans().Create(group, name);
     for (int slot = 0; slot < n_slots; ++slot) {
@@ -81,7 +85,7 @@ class SumPlan {
   Sum Post(int slot, int step) const {
     const size_t counts[] = {1, 1000, 7, 0, 5003, 64};
     const int seed = 31 * (id_ % 1000) + 7 * slot + step;
-    const Place place{"sum" + std::to_string(slot), group_, id_, slot};
+    const Place place{"sum" + std::to_string(slot), group_, id_, slot, may_overtake_};
     return {ranks_, job_.rank(), counts[static_cast<size_t>(slot) % 6], seed, place};
   }
   // One step, as a traced function does it: slots arrive in any order.
@@ -105,6 +109,7 @@ class SumPlan {
   int n_slots_;
   int group_;
   std::vector<int> ranks_;
+  bool may_overtake_;
   int id_ = 0;
 };
 

@@ -178,6 +178,9 @@ class PostGatherOp : public CollectiveKernel {
     delivery->Begin();
     Call call = MakeCall();
     call.memory = std::move(memory);
+    // Values that come before they are read do no harm. The plan's order is that of the next
+    // forward pass, whose first values are those that back-propagation makes last.
+    call.may_overtake = true;
     call.done = [delivery](const Status& status) { delivery->End(status); };
     tfscale::Submit(std::move(operation), std::move(call));
     return absl::OkStatus();

@@ -39,11 +39,13 @@ def test_systems_take_turns_to_and_fro(fake_runs, tmp_path):
 def test_the_slowest_rank_counts(tmp_path):
     for rank, samples in enumerate(([1.0, 5.0], [2.0, 3.0])):
         content = {"samples": {"a": samples}, "sent_bytes": {"a": float(rank)}, "facts": {}}
-        content |= {"peak_bytes": rank, "start_s": 2 - rank}
+        content |= {"peak_bytes": rank, "start_s": 2 - rank, "idle_share": 0.5 - 0.1 * rank}
         (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
     merged = harness.merge(tmp_path, 2)
     assert merged["samples"] == {"a": [2.0, 5.0]}
     assert (merged["peak_bytes"], merged["start_s"], merged["sent_bytes"]) == (1, 2, {"a": 1.0})
+    assert merged["idle_share"] == 0.4
+    assert harness.merge(tmp_path, 2, slow_motion=2)["samples"] == {"a": [1.0, 2.5]}
 
 
 def test_every_suite_compares_systems_within_its_groups():

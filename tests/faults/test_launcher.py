@@ -361,5 +361,5 @@ def test_a_host_on_which_no_rank_starts_ends_the_job(tmp_path):
         output = job.output_of_end(1)
     assert output.splitlines()[-1].endswith(
         "s without a sign of host 127.0.0.9 (rank 1). "
-        "Try: ssh -o BatchMode=yes 127.0.0.9 true (docs/several-hosts.md)."
+        "Try: ssh -o BatchMode=yes 127.0.0.9 true ('Several hosts' in the documentation)."
     )

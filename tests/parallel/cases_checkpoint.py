@@ -214,6 +214,18 @@ def case_a_callback_that_one_rank_has():
         check(Run(callbacks=callbacks), 12, 10)
 
 
+@sizes(2, timeout_s=120)
+def case_best_weights_of_before_the_interruption():
+    """The loss falls, so those of the first epoch are the best, and are put back at the end."""
+
+    def callbacks(data):
+        options = {"mode": "max", "patience": 9, "restore_best_weights": True}
+        return [keras.callbacks.EarlyStopping("loss", **options)]
+
+    check(Run(callbacks=callbacks, dropout=0.3), 12, 7)
+    check(Run(callbacks=callbacks, exchange=tfscale.Sharded()), 7)
+
+
 def normalized(optimizer, **options):
     """Train with moving statistics; return the layer, what they were after each step, and logs."""
     keras.utils.set_random_seed(3)

@@ -118,12 +118,10 @@ def case_data_that_one_rank_cannot_use_is_an_error_on_all():
     )
     require_refused(unusable if is_last() else batches(**ORDERED), *texts)
     require_refused(unusable if is_last() else None, *texts)
-    # As many steps as on the other ranks, but a last batch that cannot be shared out.
+    # As many steps as on the other ranks, but fewer samples.
     rows = slice(23) if is_last() else slice(None)
     train = GlobalBatches(X[rows], X[rows, :1], batch_size=12, **ORDERED)
-    require_refused(
-        None, f"rank {last} cannot use x of fit. ", "Use drop_remainder=True", train=train
-    )
+    require_refused(None, "Global batches of x of fit must be", train=train)
 
 
 @sizes(2, 3)

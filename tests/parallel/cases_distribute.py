@@ -294,7 +294,9 @@ def case_different_data_are_named_before_training():
         data = tf.data.Dataset.from_generator(
             batches, output_signature=(tf.TensorSpec((None, 5)), tf.TensorSpec((None, 2)))
         )
-        require_error(lambda: model.fit(data, verbose=0), "x in batch 2 of fit", "on rank 1 than")
+        require_error(
+            lambda: model.fit(data, verbose=0), "x in batch 2 of epoch 1 of fit", "on rank 1 than"
+        )
 
 
 @sizes(2, timeout_s=120)

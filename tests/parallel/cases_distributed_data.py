@@ -193,17 +193,23 @@ def case_later_batches_are_compared():
             data = other_from(3, change)
             require_error(
                 lambda data=data: dense().fit(data, verbose=0),
-                f"ExchangeError: {name} in batch 4 of fit must be the same",
+                f"ExchangeError: {name} in batch 4 of epoch 1 of fit must be the same",
                 "other values on rank 1 than on rank 0. Let the generator",
             )
         data = other_from(4)
         require_error(
             lambda: dense(steps_per_execution=3).fit(data.repeat(), steps_per_epoch=6, verbose=0),
-            "x in batch 5 of fit",
+            "x in batch 5 of epoch 1 of fit",
         )
-        require_error(lambda: dense(run_eagerly=True).fit(data, verbose=0), "x in batch 5 of fit")
+        require_error(
+            lambda: dense(run_eagerly=True).fit(data, verbose=0), "x in batch 5 of epoch 1 of fit"
+        )
+        options = {"epochs": 2, "steps_per_epoch": 3, "verbose": 0}
+        require_error(
+            lambda: dense().fit(data.repeat(), **options), "x in batch 2 of epoch 2 of fit"
+        )
         uneven = other_from(3, size=5)
-        require_error(lambda: dense().fit(uneven, verbose=0), "x in batch 4 of fit")
+        require_error(lambda: dense().fit(uneven, verbose=0), "x in batch 4 of epoch 1 of fit")
         model = dense()
         before = [v.numpy() for v in model.variables]
         require_error(
@@ -219,8 +225,8 @@ def case_later_batches_are_compared():
 @sizes(2, timeout_s=240)
 def case_later_batches_are_compared_under_other_exchanges():
     for exchange, text in (
-        ("sharded", "x in batch 4 of fit"),
-        (tfscale.Chunked(), "x in batch 4 of fit"),
+        ("sharded", "x in batch 4 of epoch 1 of fit"),
+        (tfscale.Chunked(), "x in batch 4 of epoch 1 of fit"),
         (tfscale.LocalSGD(groups=2, interval=2), "x in a batch of fit"),
     ):
         with distributed(exchange=exchange), float64():
@@ -282,6 +288,32 @@ def case_the_error_names_what_draws():
             options = {} if hasattr(data, "__len__") else {"steps_per_epoch": 8}
             require_error(
                 lambda data=data, options=options: dense().fit(data, verbose=0, **options),
-                "x in batch 1 of fit must be the same on all ranks",
+                "x in batch 1 of epoch 1 of fit must be the same on all ranks",
                 *texts,
             )
+
+
+class Rectified(layers.Layer):
+    """Computes in place, where nothing else uses its input."""
+
+    def call(self, inputs):
+        return tf.nn.relu(-inputs)
+
+
+@sizes(2, 3)
+def case_a_batch_in_a_cache_stays_as_it_was():
+    """Verification reads the first batch, and gives it to the step: a cache has the same memory."""
+    rows = np.random.default_rng(2).normal(size=(24, 512)).astype("float32")
+
+    def losses(is_mapped):
+        keras.utils.set_random_seed(SEED)
+        model = keras.Sequential([keras.Input((512,)), Rectified(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1]))
+        data = data.map(lambda x, y: (x + 1, y)) if is_mapped else data
+        return model.fit(data.batch(8).cache(), epochs=2, verbose=0).history["loss"]
+
+    for is_mapped in (False, True):  # mapped rows are those of this rank
+        expected = losses(is_mapped)
+        with distributed():
+            np.testing.assert_allclose(losses(is_mapped), expected, rtol=1e-5)

@@ -225,7 +225,7 @@ def case_shards_of_a_dataset_grow():
 def case_ranks_that_read_other_rows_are_named():
     with float64():
         data = dataset().map(lambda x, y: (x + tfscale.rank(), y))
-        require_error(lambda: train(data, grow(data)), "x in batch 1 of fit")
+        require_error(lambda: train(data, grow(data)), "x in batch 1 of epoch 1 of fit")
 
 
 def a_script():

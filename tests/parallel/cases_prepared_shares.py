@@ -226,16 +226,35 @@ def case_pictures_of_a_folder():
 
 
 @contextlib.contextmanager
-def warnings():
-    """Collect the warnings of tfscale."""
+def log_lines():
+    """Collect what tfscale logs, from level INFO on."""
     texts, handler = [], logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
     logger = logging.getLogger("tfscale")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield texts
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)
+
+
+@sizes(2, timeout_s=240)
+def case_one_line_says_that_ranks_prepare_their_rows():
+    def train(decode):
+        model, data = small_model(), shuffled_before(decode)
+        return results(model, model.fit(data, epochs=2, validation_data=data, verbose=0))
+
+    with float64(), log_lines() as texts:
+        n_whole, n_rows = both_ways(train)
+    assert n_rows < n_whole
+    lines = [line for line in texts if "(--decode rows)" in line]
+    assert lines == [
+        "Each rank prepares only its own rows of a dataset, before its maps (--decode rows)."
+    ] * (tfscale.rank() == 0)
+    assert not [line for line in texts if "whole batches" in line]
 
 
 @sizes(2, timeout_s=240)
@@ -252,7 +271,7 @@ def case_one_line_names_the_step_that_keeps_whole_batches():
             (lambda decode: source().map(decode).cache().batch(8), "cache follows map ("),
             (after_batch, "map (lambda) follows batch"),
         ):
-            with warnings() as texts:
+            with log_lines() as texts:
                 n_whole, n_rows = both_ways(lambda d, change=change: train(d, change))
             assert n_whole == n_rows
             lines = [line for line in texts if "prepares whole batches" in line]
@@ -261,7 +280,7 @@ def case_one_line_names_the_step_that_keeps_whole_batches():
 
 @sizes(2, timeout_s=240)
 def case_names_that_differ_between_ranks_keep_whole_batches():
-    with float64(), pictures(own=True) as folder, warnings() as texts:
+    with float64(), pictures(own=True) as folder, log_lines() as texts:
         n_whole, n_rows = both_ways(lambda decode: train_on_pictures(folder, decode))
         assert n_whole == n_rows
         assert any("differ between ranks" in text for text in texts) == (tfscale.rank() == 0)
@@ -299,7 +318,13 @@ def case_rows_are_verified_and_compared():
         data = shuffled_before(Counted())
         require_error(lambda: model.fit(data, verbose=0), "differs from a step of one process")
         require_error(lambda: model.predict(data, verbose=0), "differs from a step of one process")
-        require_error(lambda: small_model().fit(other, verbose=0), "x in batch 1 of fit must be")
-        require_error(lambda: small_model().fit(later, verbose=0), "data in batch 4 of fit must be")
-        require_error(lambda: small_model().fit(texts, verbose=0), "x in batch 1 of fit must be")
+        require_error(
+            lambda: small_model().fit(other, verbose=0), "x in batch 1 of epoch 1 of fit must be"
+        )
+        require_error(
+            lambda: small_model().fit(later, verbose=0), "data in batch 4 of epoch 1 of fit must be"
+        )
+        require_error(
+            lambda: small_model().fit(texts, verbose=0), "x in batch 1 of epoch 1 of fit must be"
+        )
         require_error(lambda: small_model().evaluate(later, verbose=0), "data in a batch of eval")

@@ -1,5 +1,6 @@
 """The page of metrics while a `fit` runs, read by rank 0; run by test_monitor.py."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import tensorflow as tf
 from prometheus_client.parser import text_string_to_metric_families
 
 import tfscale
-from tfscale.callbacks import Synchronize
+from tests.helpers.ranks import Interruption, shared_folder
+from tfscale.callbacks import Checkpoint, Synchronize
 from tfscale.data import GlobalBatches
 
 X = np.random.default_rng(0).normal(size=(104, 8)).astype("float32")
@@ -121,6 +123,42 @@ def case_validation_and_several_steps_per_execution():
 def case_eager_steps():
     data = GlobalBatches(X, Y, batch_size=32, drop_remainder=False)
     fit(new_model(run_eagerly=True), data, counts_before())
+
+
+class Steps(keras.callbacks.Callback):
+    """Notes epoch and step of the page of rank 0 where each batch begins; may interrupt."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        self.last, self.seen = last, []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if tfscale.rank() == 0:
+            found = own_page()
+            self.seen.append((found["tfscale_epoch",], found["tfscale_step",]))
+        if self.last == batch:
+            raise Interruption
+
+
+def case_an_epoch_that_is_resumed():
+    with shared_folder() as folder:
+
+        def train(epochs, last=None):
+            keras.utils.set_random_seed(1)
+            data = GlobalBatches(X, Y, batch_size=32, drop_remainder=False)
+            checkpoint = Checkpoint(folder, every_n_steps=1, asynchronous=False)
+            steps = Steps(last)
+            with contextlib.suppress(Interruption):
+                callbacks = [checkpoint, Synchronize(), steps]
+                new_model().fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+            checkpoint._handler.remove()
+            return steps.seen
+
+        assert train(1, last=3) == [(1, step) for step in range(4)] * (tfscale.rank() == 0)
+        resumed = [(1, 2), (1, 3), *((2, step) for step in range(4))]
+        seen = train(2)
+        assert seen in (resumed, resumed[1:]) or tfscale.rank() > 0, seen
+        tfscale.barrier()
 
 
 def case_under_distribute():

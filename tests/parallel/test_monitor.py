@@ -85,6 +85,44 @@ def test_unchanged_script(tmp_path):
         job.end()
 
 
+PAGES = """
+import os, urllib.request
+import keras, numpy as np
+
+def show(moment):
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == "0":
+        url = "http://127.0.0.1" + os.environ["TFSCALE_METRICS"]
+        page = urllib.request.urlopen(url, timeout=60).read().decode()
+        for name in ("ranks", "epoch", "steps_total", "samples_total"):
+            (line,) = [s for s in page.splitlines() if s.startswith(f"tfscale_{name} ")]
+            print(moment, line, flush=True)
+
+show("begin")
+x = np.random.default_rng(0).normal(size=(52, 8)).astype("float32")
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(x, x[:, :1], batch_size=8, epochs=3, verbose=0)
+show("end")
+"""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_unchanged_script_is_seen_from_its_beginning_on(size, tmp_path):
+    options = ["--distribute", "--metrics", f":{free_port()}", "-np", str(size)]
+    command = write_script(tmp_path / "train.py", PAGES)
+    job = start_job(options, command, {}, tmp_path / "output")
+    try:
+        job.process.wait()
+        output = job.output_tail(10_000)
+    finally:
+        job.end()
+    for moment, *numbers in (("begin", 0, 0, 0), ("end", 3, 21, 156)):
+        for name, number in zip(("epoch", "steps_total", "samples_total"), numbers, strict=True):
+            assert f"{moment} tfscale_{name} {number}\n" in output, output
+        assert f"{moment} tfscale_ranks {size}\n" in output
+
+
 @pytest.mark.timeout(240)
 def test_restarts_are_counted(tmp_path):
     port = free_port()

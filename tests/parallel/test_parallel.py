@@ -24,6 +24,7 @@ WITH_ALL_SIZES = {
     "tests.parallel.cases_equality:case_every_optimizer",
     "tests.parallel.cases_equality:case_plain_batch_normalization_is_ghost_batches",
     "tests.parallel.cases_equality:case_sync_batch_normalization",
+    "tests.parallel.cases_growing_datasets:case_batches_of_a_dataset_grow_from_the_next_epoch_on",
     "tests.parallel.cases_sharded:case_every_model",
 }
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -169,11 +170,51 @@ def test_a_lost_node_is_named(nodes, tmp_path):
     assert isinstance(error.value.__cause__, ray.exceptions.RayActorError)
 
 
+def folders_of_actors():
+    return set(Path(tempfile.gettempdir()).glob("tfscale-ray-*"))
+
+
 def test_a_lost_actor_is_replaced_at_a_restart(nodes, tmp_path, capfd):
+    of_others = folders_of_actors()
     thread = when_started(tmp_path, 4, kill_actors)
     assert tfscale.ray.run(waits, (tmp_path,), max_restarts=1) == [1] * 4
     thread.join()
     assert "tfscale: restart 1 of 1, with 4 ranks." in capfd.readouterr().err
+    # The function that the killed actor had written was removed when the next one began.
+    assert folders_of_actors() <= of_others
+
+
+ACTOR = """
+import os, sys, time
+from tfscale.ray.job import _Node
+
+node = _Node(b"function", os.getcwd())
+print(node._folder, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_folder_of_a_killed_actor_is_removed_by_the_next(tmp_path):
+    """Not those of actors that live, and none of another kind."""
+    other = tmp_path / "tfscale-ray-other"
+    other.mkdir()
+    actors, folders = [], []
+    try:
+        for number in range(3):
+            if number == 2:
+                actors[0].kill()
+                actors[0].wait()
+            command, pipe = [sys.executable, "-c", ACTOR], subprocess.PIPE
+            environ = {**os.environ, "TMPDIR": str(tmp_path)}
+            actors.append(
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ)
+            )
+            folders.append(Path(actors[-1].stdout.readline().strip()))
+        assert [folder.exists() for folder in (*folders, other)] == [False, True, True, True]
+    finally:
+        for actor in actors:
+            actor.kill()
+            actor.communicate()
 
 
 def test_a_lost_node_is_replaced_at_a_restart(nodes, tmp_path, capfd):

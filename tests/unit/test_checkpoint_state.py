@@ -22,13 +22,13 @@ from tfscale.callbacks import (
     RankZero,
 )
 from tfscale.checkpoints.files import Part
-from tfscale.checkpoints.resumable import read_counters, restore_counters
+from tfscale.checkpoints.resumable import BestWeights, read_counters, restore_counters
 from tfscale.checkpoints.snapshot_restore import Reader, StatesOf
 from tfscale.config import ConfigError, ExchangeError
 from tfscale.data import GlobalBatches
 from tfscale.data.global_batches import restore_data
 from tfscale.exchange.residuals import pending_in
-from tfscale.exchange.states import Scope
+from tfscale.exchange.states import Saved, Scope
 from tfscale.fit.agreement import require_same_samples
 from tfscale.internals import keras as internals
 from tfscale.testing import pretend_rank, require_identical
@@ -36,7 +36,11 @@ from tfscale.testing import pretend_rank, require_identical
 callbacks, optimizers = keras.callbacks, keras.optimizers
 
 
-def test_the_best_epoch_is_sought_anew_where_its_weights_are_lost(tmp_path, caplog):
+@pytest.mark.parametrize("are_saved", [True, False])
+def test_best_weights_of_before_an_interruption(are_saved, tmp_path, caplog, monkeypatch):
+    """A checkpoint of an earlier version has none: the best epoch is sought again."""
+    if not are_saved:
+        monkeypatch.setattr(BestWeights, "saved", lambda *_: Saved())
     weights = {}
 
     def more():
@@ -50,9 +54,9 @@ def test_the_best_epoch_is_sought_anew_where_its_weights_are_lost(tmp_path, capl
 
     fit(Checkpoint(tmp_path), Act(STEPS + 1, interrupt), epochs=4, more=more())
     model, _ = fit(Checkpoint(tmp_path), epochs=4, more=more())
-    # Neither epoch 0, whose weights are gone, nor the first of this run.
-    require_identical(model.get_weights(), weights[2])
-    assert "EarlyStopping on rank 0 seeks the best epoch again" in caplog.text
+    # Else neither epoch 0, whose weights are gone, nor the first of this run.
+    require_identical(model.get_weights(), weights[0 if are_saved else 2])
+    assert ("EarlyStopping on rank 0 seeks the best epoch again" in caplog.text) != are_saved
 
 
 def test_averages_that_stand_in_for_weights_when_a_backup_is_written(tmp_path):

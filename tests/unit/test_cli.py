@@ -96,8 +96,19 @@ def test_the_command_of_slurm(capsys, monkeypatch):
         assert line.endswith(" -m tfscale.launcher.rank_process -- python t.py --np\n")
 
 
-@pytest.mark.parametrize("options", [[], ["--verbose"], ["--env", "TF_CPP_MIN_LOG_LEVEL=0"]])
-def test_tensorflow_is_quiet_unless_the_user_wants_to_hear_it(options, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "level", "is_quiet"),
+    [
+        ([], "1", True),
+        (["--verbose"], None, False),
+        (["--env", "TF_CPP_MIN_LOG_LEVEL=0"], "0", False),
+        (["--env", "TF_CPP_MIN_LOG_LEVEL=2"], "2", True),
+        (["--verbose", "--env", "TF_CPP_MIN_LOG_LEVEL=2"], "2", False),
+    ],
+)
+def test_tensorflow_is_quiet_unless_the_user_wants_to_hear_it(
+    options, level, is_quiet, monkeypatch
+):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
     started = []
 
@@ -107,8 +118,7 @@ def test_tensorflow_is_quiet_unless_the_user_wants_to_hear_it(options, monkeypat
 
     monkeypatch.setattr(restarting, "run_attempt", run_attempt)
     assert cli.main([*SLURM, "--quiet", *options, "python", "t.py"]) == 0
-    level = None if options == ["--verbose"] else "0" if options else "1"
-    assert started == [(level, not options)]
+    assert started == [(level, is_quiet)]
 
 
 def test_a_script_without_python(tmp_path, monkeypatch, capsys):

@@ -5,11 +5,13 @@ import weakref
 from unittest import mock
 
 import pytest
+import tensorflow as tf
 
 from tests.helpers.models import LINE, line_model
 from tests.helpers.single_job import single_job  # noqa: F401
 from tfscale.callbacks import Callback, MetricAverageCallback, Synchronize
 from tfscale.fit.session import running_session, session_of
+from tfscale.fit.uneven_batches import GuardedStep
 
 
 class Look(Callback):
@@ -87,3 +89,27 @@ def test_hooks_that_are_called_by_hand_share_a_session_for_each_training():
         seen.append([callback.session for callback in callbacks])
         assert seen[-1][0] is seen[-1][1] and seen[-1][0].data is None
     assert seen[0][0] is not seen[1][0]
+
+
+# Keras up to 3.15 begins a traced step without data; 3.16 looks for a batch first.
+ENDS = {
+    "Keras 3.15": tf.errors.OutOfRangeError(None, None, "End of sequence"),
+    "Keras 3.16": StopIteration(),
+}
+
+
+@pytest.mark.parametrize("version", ENDS)
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_an_epoch_ends_with_its_data_in_each_version_of_keras(version, is_distributed, monkeypatch):
+    monkeypatch.setattr("tfscale.exchange.batch_shares._are_used", is_distributed)
+    model, session, logs = line_model(), mock.Mock(), {"loss": 1.0}
+    function = mock.Mock(side_effect=[logs, ENDS[version]])
+    step = GuardedStep(model, function, lambda _: session)
+    assert step(iter(())) is logs
+    with pytest.raises(type(ENDS[version])):
+        step(iter(()))
+    session.note_step.assert_called_once_with()
+    session.end_of_data.assert_called_once_with()  # the step without data is not counted
+    # As Keras's own optimizer counts a traced step that was begun.
+    is_begun = is_distributed and version == "Keras 3.15"
+    assert int(model.optimizer.iterations) == int(is_begun)

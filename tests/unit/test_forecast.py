@@ -175,6 +175,12 @@ def test_the_command_writes_table_and_picture(tmp_path, capsys):
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_command_says_how_far_it_is(capsys):
+    assert cli.main(["plan", "--model", "resnet20", "--ranks", "1,4", "--global-batch", "64"]) == 0
+    told = capsys.readouterr().err
+    assert told == "Planning for 1 rank (1 of 2) ...\nPlanning for 4 ranks (2 of 2) ...\n"
+
+
 def test_ranks_of_a_host_share_its_link(capsys):
     """A gradient crosses between 4 hosts instead of 16: 2 * 3/4 of its bytes instead of 15/8."""
     steps_ms = []

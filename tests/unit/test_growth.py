@@ -87,6 +87,27 @@ def test_losses_of_the_warm_up_do_not_count():
     assert sizes == [32] * 5 + [64]
 
 
+@pytest.mark.parametrize("first", [0, 10])
+def test_reasons_count_epochs_as_keras_prints_them(first):
+    """Also after a warm-up, and in a run that does not begin with the first epoch."""
+    rule = IntervalRule("thesis")
+    settings = GrowthSettings(SIZES, rule=rule, warmup_epochs=3, decay_epochs=(first + 9,))
+    control = GrowthControl(settings)
+    reasons = {}
+    for epoch in range(first, first + 9):
+        decision = control.end_epoch(epoch, measures())
+        reasons |= {epoch - first + 1: decision.reasons} if decision.reasons else {}
+    printed = first + 5  # theta is the same in the first two epochs after the warm-up
+    assert reasons[5] == (
+        f"the batch grows every 2 epochs: theta changed by 0.0% in epoch {printed}",
+        "batch 32 -> 64, learning rate times 2: the interval is 2 epochs",
+    )
+    assert reasons[9] == (
+        f"learning rate times 0.025: decay_epochs has {first + 9}, which Keras prints as epoch "
+        f"{first + 10}",
+    )
+
+
 def test_decays_at_given_epochs_and_the_first_one_ends_growth():
     used, control = run(8, interval=1, decay_epochs=(4, 6), decay=0.5)
     assert [scale for _, scale in used] == [1, 2, 4, 4, 0.5, 0.5, 0.25, 0.25]

@@ -48,6 +48,16 @@ def test_buckets(specs, bucket_bytes):
             assert bytes_of(specs, bucket) + bytes_of(specs, following[:1]) > bucket_bytes
 
 
+def test_the_last_of_several_buckets_are_small():
+    """What is sent when back-propagation has ended, and read first in the next step."""
+    mb = 2**20
+    specs = [GradientSpec(f"layer{i}", (mb // 8,), "float32") for i in range(128)]
+    buckets = build_buckets(specs, 8 * mb)
+    assert [len(bucket) / 2 for bucket in buckets] == [8] * 7 + [4, 2, 1, 1]
+    (bucket,) = build_buckets(specs, 100 * mb)
+    assert len(bucket) == 128
+
+
 @pytest.mark.parametrize(
     ("megabytes", "expected"), [(0, 2**20), (1, 2**20), (80, 10 * 2**20), (999, 2**24)]
 )

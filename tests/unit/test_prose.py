@@ -138,6 +138,31 @@ def test_sentences_of_guides_are_short(section):
     assert not found, "\n".join(found)
 
 
+def texts_of(module):
+    """Yield the texts of a module, but for its docstrings."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in documentation:
+            yield node.value
+
+
+def test_messages_name_pages_by_their_titles():
+    """Who has installed a wheel has no folder `docs`; titles are those of the site."""
+    nav = (ROOT / "mkdocs.yml").read_text()
+    titles = set(re.findall(r"^      - (.+?): \S+\.md$", nav, re.MULTILINE))
+    named = r"'([A-Z][^']+)'(?: and '([^']+)')?(?:, section '[^']+',)? in the documentation"
+    faults, n_named = [], 0
+    for path in sorted((ROOT / "tfscale").rglob("*.py")):
+        for text in texts_of(path):
+            pages = [title for found in re.findall(named, text) for title in found if title]
+            n_named += len(pages)
+            if re.search(r"docs/[\w-]+\.md", text) or not set(pages) <= titles:
+                faults.append(f"{path.relative_to(ROOT)}: {text}")
+    assert not faults and n_named > 15, "\n".join(faults)
+
+
 @pytest.mark.parametrize("section", [*READ, "Reference", "Background"])
 def test_links_have_titles(section):
     """A reader learns from the text of a link where it leads; a file's name does not tell."""

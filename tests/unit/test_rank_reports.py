@@ -283,12 +283,15 @@ def trained(*texts):
 def test_closing_lines_say_what_to_try_next():
     assert trained("", "") == ""  # trained nothing
     text = trained("0.30 1500000 allreduce 0", "0.10 1500000 allreduce 0")
-    assert "20 % of the last steps was waiting" in text and "a step exchanges 1.5 MB" in text
+    assert (
+        "the last steps spent 20 % of their time waiting" in text
+        and "a step exchanges 1.5 MB" in text
+    )
     assert "--exchange auto" in text and "more ranks" not in text
     assert "--exchange auto" not in trained("0.30 1500000 mixed 0", "")
     assert "a step exchanges 102 MB" in trained("0.30 102400000 allreduce 0", "")
     little = ("0.04 1500000 allreduce 0", "0.01 1500000 allreduce 0")
-    assert "try next: more ranks (" in trained(*little)
+    assert "try next: more ranks. See " in trained(*little)
     # What is sent is so little that another way to send it would change nothing.
     text = trained("0.30 40000 allreduce 0", "")
     assert "exchanges 0.04 MB" in text and "larger batches or fewer ranks" in text

@@ -68,7 +68,7 @@ def test_the_example_prints_the_same_losses_on_every_number_of_ranks(monkeypatch
 
 def test_the_last_lines_that_the_readme_shows_are_those_of_a_job():
     (shown,) = blocks(ROOT / "README.md", "text")
-    percent = re.search(r"(\d+) % of the last steps", shown)[1]
+    percent = re.search(r"(\d+) % of their time", shown)[1]
     n_bytes = 4 * (21 * 32 + 33 * 2)  # parameters of the example, in float32
     training = f"{int(percent) / 100} {n_bytes} allreduce 0"
     report = reports.Report(0, "a", 0, None, False, True, training=training)

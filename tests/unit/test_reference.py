@@ -52,6 +52,8 @@ def test_every_name_is_there():
     found = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     inside = (tfscale.callbacks, tfscale.data, tfscale.layers, tfscale.testing)
     assert sorted(found) == sorted([*tfscale.__all__, *(n for m in inside for n in m.__all__)])
+    # Modules that need a package of their own have a section each.
+    assert re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|", text, re.MULTILINE) == [*tfscale._OPTIONAL]
 
 
 def test_the_site_can_be_searched_without_a_server_and_the_internet():

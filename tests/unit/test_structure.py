@@ -85,7 +85,7 @@ DIRECT = {
     "start": "unit/test_checkpoint_faults unit/test_launch unit/test_library",
     "trace/events": "parallel/cases_trace unit/test_trace_files",
     "trace/timeline": "parallel/cases_trace unit/test_trace_files",
-    "fit/uneven_batches": "unit/test_horovod_values",
+    "fit/uneven_batches": "unit/test_fit_session unit/test_horovod_values",
     # Decisions from measured times, where the times are given.
     "callbacks/adaptive_batch_size": "unit/test_callbacks_errors",
     "callbacks/batch_size_schedule": "unit/test_callbacks_errors",

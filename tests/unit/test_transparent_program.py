@@ -98,6 +98,6 @@ def test_a_job_prints_once_and_closes_with_its_communication(tmp_path, report):
     result = run_in_folder(job_words(["--distribute", "-np", "2"], command), tmp_path, 350)
     assert result.exit_code == 0 and result.output.splitlines() == ["first [0, 1]"], result
     *_, waiting, advice = result.errors.splitlines()
-    assert re.search(r"\d+ % of the last steps was waiting for communication", waiting)
+    assert re.search(r"\d+ % of their time waiting for communication", waiting)
     assert re.search(r"a step exchanges 0\.\d*[1-9]\d* MB", waiting)
     assert advice.startswith("tfscale: what to try next: ")

@@ -18,8 +18,9 @@ from tfscale.comm.warnings import warn_if_unsynchronised, warn_of_deciders
 from tfscale.config import ConfigError
 from tfscale.data.slices import StepCount
 from tfscale.fit import agreement
-from tfscale.fit.preparation import prepare
+from tfscale.fit.preparation import prepare, prepare_again
 from tfscale.fit.session import FitSession, join_list, session_for
+from tfscale.fit.steps import share_batches
 from tfscale.internals.keras import replace_step, steps_until
 from tfscale.internals.trace import run_either
 from tfscale.internals.traits import Traits
@@ -112,6 +113,8 @@ class Callback(Traits):
                 "keras.callbacks.BackupAndRestore. Use tfscale.callbacks.BackupAndRestore on "
                 "every rank, with the same arguments."
             )
+        if session.whole_batches is not None and not session.has_begun:
+            prepare_again(self.model)  # as `set_model` has, unless that was before the `fit`
         if agreement.begin(session, self.params or {}):
             agree_on_saves(session)
             if accumulators(self.model):
@@ -125,8 +128,7 @@ class Callback(Traits):
         """Record that an epoch begins."""
         self.epoch = epoch
         self.session.begin_epoch(epoch)
-        if self.session.watch is not None:
-            self.session.watch.begin_epoch(epoch, self.session.data)
+        self.session.watch_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notify the other ranks that this one's epoch is over."""
@@ -138,6 +140,7 @@ class Callback(Traits):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Notify the other ranks that this one's `fit` is over."""
         self.session.end_training()
+        share_batches(self.model, None)
         steps = (self.params or {}).get("steps")
         if isinstance(steps, StepCount):  # `History` shares this dict, and users write it as JSON
             self.params["steps"] = int(steps)

@@ -14,9 +14,9 @@ from tfscale.config import ConfigError, check_integer
 from tfscale.data.dataset_batches import DatasetBatches, served_in
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
-from tfscale.fit.preparation import prepare
+from tfscale.fit.preparation import prepare, prepare_again
 from tfscale.fit.session import session_for
-from tfscale.fit.steps import share_batches
+from tfscale.fit.steps import begin_epoch
 from tfscale.internals.optimizers import rate_of, update_rule
 from tfscale.internals.traits import Phase, own_of
 
@@ -92,9 +92,8 @@ class ChangingBatchSize(Callback):
         self._data.batch_size = self.size_of(epoch)
         if isinstance(self._data, DatasetBatches):
             self._data.open_epoch()
-        prepare(self.model)
-        if self.model.train_function is None:
-            self.model.make_train_function(force=True)
+        prepare_again(self.model)
+        begin_epoch(self.model, epoch, self.session.first_step_of(epoch))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the epoch of a dataset."""
@@ -106,13 +105,13 @@ class ChangingBatchSize(Callback):
         """Give the data its own batch size back."""
         super().on_train_end(logs)
         self._data.put_back_settings()
-        share_batches(self.model, None)
 
 
 class BatchSizeSchedule(ChangingBatchSize):
     """Set the batch size at given epochs: `BatchSizeSchedule({30: 512, 60: 1024})`.
 
-    The learning rate is not changed: growing the batch replaces its decay. Before the first epoch
+    Epochs count from 0, as arguments of callbacks do: Keras prints epoch 30 as "Epoch 31". The
+    learning rate is not changed: growing the batch replaces its decay. Before the first epoch
     given, the data's own batch size holds, and again after `fit`. `fit` must train on
     `tfscale.data.GlobalBatches` or a batched `tf.data.Dataset`, see `AdaptiveBatchSize`, with a
     rate that does not depend on the number of steps. The size is added to the logs as `batch_size`.
@@ -170,7 +169,7 @@ class BatchSizeSchedule(ChangingBatchSize):
         return [*([] if 0 in self.sizes else [data.batch_size]), *self.sizes.values()]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse data, sizes and learning rates that do not fit."""
+        """Take over the batch size of the data; refuse sizes and rates that do not suit it."""
         super().on_train_begin(logs)
         data = self.session.data
         check_data(data, self.sharded)

@@ -33,8 +33,8 @@ class Checkpoint(Callback):
     are equal on all ranks, such as weights, are written by the first rank that has them; shards of
     the optimizer's state, moving statistics, and states of metrics and of random numbers by every
     rank. When `fit` begins, the newest checkpoint that all ranks can read is restored, also in the
-    middle of an epoch; damaged ones are skipped. docs/checkpoints.md lists the state that a resumed
-    run has in common with an uninterrupted one.
+    middle of an epoch; damaged ones are skipped. 'Checkpoints' in the documentation lists the state
+    that a resumed run has in common with an uninterrupted one.
 
     SIGTERM on any rank, or `tfscale.preemption.request_save_and_stop()`, saves and ends all ranks
     with exit code 75 (`tfscale.exit_codes.PREEMPTED`): start the job again to resume.
@@ -148,19 +148,29 @@ class Checkpoint(Callback):
         """Restore a checkpoint; return the first step of the epoch."""
         self._reader = None
         begin_at_epoch(self.model, None)  # Keras has read it
-        rank, position = runtime.rank(), self._position
-        counters = reader.parts[reader.source].info["keras_callbacks"]
-        resumable.restore_counters(self.session.callbacks, counters, is_own=reader.source == rank)
+        position = self._position
+        self._restore_counters(reader)
         first_step = position.step if epoch == position.epoch else 0
         self.session.note_resumed(position.n_steps - first_step)
         restore_data(self.session.data, position.data, first_step)
         restored = self._restore(reader)
         first_step = continue_epoch(self.session.call.epochs, epoch - self._first_epoch, first_step)
+        self.session.begin_within(epoch, first_step)
         if first_step > 0:
             restored.restore_metrics()
-        if rank == 0:
+        if runtime.rank() == 0:
             logger.info("Resuming from step %d, epoch %d.", position.n_steps, epoch + 1)
         return first_step
+
+    def _restore_counters(self, reader: Reader) -> None:
+        source, parts = reader.source, reader.parts
+        best = resumable.read_best_weights(parts, source, group_of(source, reader.groups)[0])
+        resumable.restore_counters(
+            self.session.callbacks,
+            parts[source].info["keras_callbacks"],
+            is_own=source == runtime.rank(),
+            best_weights=best,
+        )
 
     def _restore(self, reader: Reader) -> Restore:
         build_model(self.model)
@@ -236,8 +246,8 @@ class Checkpoint(Callback):
         """Drop a due checkpoint if parts must be sent and ranks are in different hooks."""
         if self._is_due and not self.shared and not self._is_stopping:
             is_over = self.session.is_over  # which all ranks know then
-            places = [] if is_over else objects.allgather_object(moment, name="place in fit")
-            self._is_due = len(set(places)) == 1
+            hooks = [] if is_over else objects.allgather_object(moment, name="hook of fit")
+            self._is_due = len(set(hooks)) == 1
 
     def _save(self, run: str, is_end: bool = False) -> None:
         """Copy this rank's part and begin to write it. Collective if the folder is not shared."""

@@ -35,7 +35,7 @@ class CommunicationReport(Callback):
     per collective: bytes, T_c, T_b and the times they come from; once, the bytes of optimizer state
     on each rank. When training ends it writes `communication.md`, a page of tables, and
     `communication.png`. `tfscale report DIRECTORY` draws both again. `tfscale.measure.analysis`
-    defines the numbers, docs/overlap.md explains them.
+    defines the numbers, 'Where the time goes' in the documentation explains them.
 
     Backends other than the engine record no collectives; then only step times are written.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import keras
@@ -86,8 +86,8 @@ class CallbackState:
     def saved(self, scope: Scope) -> Saved:
         """Copy the state."""
         state = dict(self._callback.backup_state())
-        own = enumerate(state.pop("arrays", []))
-        arrays = {f"callback/{i}": np.array(array) for i, array in own if scope.is_leader}
+        numbered = enumerate(state.pop("arrays", []))
+        arrays = {f"callback/{i}": np.array(array) for i, array in numbered if scope.is_leader}
         return Saved(arrays, {"callbacks": {"kind": kind_of(self._callback), "state": state}})
 
 
@@ -137,32 +137,71 @@ def read_counters(callbacks: Sequence[Any], is_end: bool = False) -> list[State]
     return states
 
 
-def restore_counters(callbacks: Sequence[Any], states: Sequence[State], is_own: bool) -> None:
+class BestWeights:
+    """The best weights that Keras's `EarlyStopping` keeps, as checkpoints save them."""
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks = callbacks
+
+    def saved(self, scope: Scope) -> Saved:
+        """Copy them, with the numbers of their callbacks in `read_counters`."""
+        arrays: dict[str, np.ndarray] = {}
+        for number, (callback, _) in enumerate(
+            _counting(self._callbacks) if scope.is_leader else ()
+        ):
+            weights = enumerate(getattr(callback, "best_weights", None) or ())
+            arrays |= {f"best{number}/{i}": np.array(array) for i, array in weights}
+        return Saved(arrays)
+
+
+def read_best_weights(
+    parts: Sequence[Part], source: int, leader: int
+) -> Mapping[int, list[np.ndarray]]:
+    """Return the best weights of Keras's callbacks on a rank, by their numbers in its counters.
+
+    The `leader` of its group wrote them. If it counted otherwise, from metrics of its own samples,
+    they are those of another epoch, and left out.
+    """
+    counters, of_leader = (parts[rank].info["keras_callbacks"] for rank in (source, leader))
+    written = Saved(parts[leader].arrays)
+    pairs = enumerate(zip(counters, of_leader, strict=False))
+    return {number: written.series(f"best{number}") for number, (own, led) in pairs if own == led}
+
+
+def restore_counters(
+    callbacks: Sequence[Any],
+    states: Sequence[State],
+    is_own: bool,
+    best_weights: Mapping[int, list[np.ndarray]] | None = None,
+) -> None:
     """Restore the counters of the k-th callback of each class from the k-th state of that class.
 
     Ranks may have different callbacks, so each warns of its own callbacks without a state. With
     `is_own` the states are this rank's, and states without a callback are warned of, too; those of
-    another rank may belong to callbacks that this one never had.
+    another rank may belong to callbacks that this one never had. `best_weights` are those of
+    `read_best_weights`.
     """
-    left = list(states)
+    left = dict(enumerate(states))
     for callback, _ in _counting(callbacks):
         kind = type(callback).__name__
-        state = next((state for state in left if state["kind"] == kind), None)
-        if state is None:
+        number = next((number for number, state in left.items() if state["kind"] == kind), None)
+        if number is None:
             text = "%s on rank %d counts from 0: its numbers were not saved."
             logger.warning(text, kind, runtime.rank())
             continue
-        left.remove(state)
-        numbers = state["numbers"]
+        numbers = left.pop(number)["numbers"]
         if getattr(callback, "restore_best_weights", False) and numbers.get("best") is not None:
-            # Otherwise the next epoch's weights would be kept as the best, without beating `best`.
-            text = "%s on rank %d seeks the best epoch again: best weights are not saved."
-            logger.warning(text, kind, runtime.rank())
-            numbers = {name: numbers[name] for name in numbers.keys() - {"best", "best_epoch"}}
+            if weights := (best_weights or {}).get(number):
+                numbers = {**numbers, "best_weights": weights}
+            else:
+                # Else the next epoch's weights would be kept as the best, without beating `best`.
+                text = "%s on rank %d seeks the best epoch again: its best weights were not saved."
+                logger.warning(text, kind, runtime.rank())
+                numbers = {name: numbers[name] for name in numbers.keys() - {"best", "best_epoch"}}
         for name, value in numbers.items():
             if value is not None:
                 setattr(callback, name, value)
-    for state in left if is_own else ():
+    for state in left.values() if is_own else ():
         text = "The numbers of %s on rank %d are not used: fit has no such callback."
         logger.warning(text, state["kind"], runtime.rank())
 

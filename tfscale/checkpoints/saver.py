@@ -135,8 +135,8 @@ class Saver:
         self.runs.add(run)
         parts = {runtime.rank(): part}
         for rank in range(1, 1 if self.is_shared else runtime.size()):
-            own = part if rank == runtime.rank() else None
-            received = objects.broadcast_object(own, rank, name="part of a checkpoint")
+            sent = part if rank == runtime.rank() else None
+            received = objects.broadcast_object(sent, rank, name="part of a checkpoint")
             if runtime.rank() == 0:
                 parts[rank] = received
         if self.is_shared or runtime.rank() == 0:
@@ -282,8 +282,10 @@ class Schedule:
         self._n_waited += 1
         if self._n_waited < self._interval:
             return Requests()
-        own = np.array([stops, has_failed, is_time, max(now - self._round_start, 1e-6)], np.float64)
-        every = collectives.allreduce(own, op=runtime.Max, name="requests for checkpoints")
+        request = np.array(
+            [stops, has_failed, is_time, max(now - self._round_start, 1e-6)], np.float64
+        )
+        every = collectives.allreduce(request, op=runtime.Max, name="requests for checkpoints")
         *requests, longest_s = np.asarray(every).tolist()
         wanted = int(self._interval * ROUND_S / longest_s)
         self._interval = max(1, min(2 * self._interval, wanted))

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfscale.checkpoints.files import DamagedError, Part, UnreadableError, empty_info
-from tfscale.checkpoints.resumable import CallbackState, read_counters, resumables
+from tfscale.checkpoints.resumable import BestWeights, CallbackState, read_counters, resumables
 from tfscale.checkpoints.variables import (
     MetricState,
     ModelState,
@@ -30,6 +30,7 @@ from tfscale.exchange.states import Range, Saved, SavedStates, Scope
 from tfscale.fit.preparation import build_from_data, build_optimizer, prepare
 from tfscale.internals.keras import global_seed_state, has_global_seed
 from tfscale.internals.optimizers import optimizers_of
+from tfscale.layers.sharded_embedding import sharded_embeddings
 from tfscale.optimizer.distributed import groups_of
 from tfscale.optimizer.resuming import OptimizerState, require_same_rules
 
@@ -71,6 +72,8 @@ def take_snapshot(
         (None, MetricState(model, position.step > 0)),
         *enumerate(map(OptimizerState, optimizers_of(model))),
         (None, RandomState()),
+        # The leader's rows of tables are no other rank's.
+        (None, BestWeights(() if sharded_embeddings(model) else callbacks)),
         *enumerate(map(CallbackState, resumables(callbacks))),
     ]
     scope = of_model.scope(groups)
@@ -313,8 +316,8 @@ class Restore:
         groups = groups_of(model)
         self._is_exact = reader.groups == groups
         # The groups whose values are read: this rank's, or all, to be averaged.
-        own = [group_of(runtime.rank(), groups)]
-        self._groups: Sequence[Sequence[int]] = own if self._is_exact else reader.groups
+        own_group = [group_of(runtime.rank(), groups)]
+        self._groups: Sequence[Sequence[int]] = own_group if self._is_exact else reader.groups
         self._model_state = ModelState(model)  # again: groups have new slots
         self._scope = self._model_state.scope(groups)
         if not self._is_exact and len(reader.groups) > 1 and runtime.rank() == 0:
@@ -361,8 +364,8 @@ class Restore:
 
 
 def _require_same_weights(info: dict[str, Any], weights: Sequence[Any]) -> None:
-    own = [[v.path, list(v.shape)] for v in weights]
-    for i, (mine, theirs) in enumerate(itertools.zip_longest(own, info["weights"])):
+    described = [[v.path, list(v.shape)] for v in weights]
+    for i, (mine, theirs) in enumerate(itertools.zip_longest(described, info["weights"])):
         if mine is None or theirs is None or mine[1] != theirs[1]:
             raise ConfigError(
                 f"model must be that of the checkpoint. Received: weight {i} is {mine}; in the "

@@ -32,8 +32,8 @@ def distinct(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
 def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> set[int]:
     """Return the ids of weights registered as local, of further `variables`, and of their slots."""
     # Frozen weights stay local, but are missing in a model's `trainable_variables`.
-    own = [v for layer in layers_of(model) for v in weights_of(layer)]
-    local = {id(v) for v in [*variables, *_registered(model, own)]}
+    weights = [v for layer in layers_of(model) for v in weights_of(layer)]
+    local = {id(v) for v in [*variables, *_registered(model, weights)]}
     local |= {id(layer.rows) for layer in sharded_embeddings(model)}
     slots: set[int] = set()
     for optimizer in optimizers_of(model) if local else ():
@@ -56,8 +56,8 @@ def table_ids(model: keras.Model) -> set[int]:
 
 
 def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    known = distributed_optimizers(model)
-    return [v for v in variables if any(o.is_local_var(v) for o in known)]
+    optimizers = distributed_optimizers(model)
+    return [v for v in variables if any(o.is_local_var(v) for o in optimizers)]
 
 
 def common_variables(

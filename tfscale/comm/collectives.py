@@ -556,8 +556,8 @@ def reducescatter(
         _warn_once(gradient, "reducescatter", call.group.size)
         factor = reduction.prescale * reduction.postscale
         factor *= 1 if is_adjoint else call.group.size
-        own = output_gradient * tf.constant(factor, output_gradient.dtype)
-        return allgather(own, gradient=gradient, process_set=process_set, name=back.label)
+        scaled = output_gradient * tf.constant(factor, output_gradient.dtype)
+        return allgather(scaled, gradient=gradient, process_set=process_set, name=back.label)
 
     return _run("reducescatter", _compared(reduction), [value], call, collective, backward)
 
@@ -664,8 +664,8 @@ def allreduce_sparse(
 def _dense_shape_terms(slices: tf.IndexedSlices) -> str:
     if slices.dense_shape is None:
         return ", no dense shape"
-    known = tf.get_static_value(slices.dense_shape)
-    return "" if known is None else f", dense shape {np.asarray(known).tolist()}"
+    dense_shape = tf.get_static_value(slices.dense_shape)
+    return "" if dense_shape is None else f", dense shape {np.asarray(dense_shape).tolist()}"
 
 
 def is_cheaper_dense(slices: tf.IndexedSlices, size: int) -> bool:

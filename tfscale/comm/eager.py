@@ -108,8 +108,8 @@ def header_of(kind: str, options: list[Any], tensors: list[tf.Tensor], label: st
 
 def gather_bytes(data: bytes, call: Call) -> list[bytes]:
     """Return the bytes of all members, in their order. Collective."""
-    own = tf.constant(np.frombuffer(data, np.uint8))
-    gathered, rows = raise_own_errors(lambda: runtime.backend().allgather(own, call))
+    bytes_here = tf.constant(np.frombuffer(data, np.uint8))
+    gathered, rows = raise_own_errors(lambda: runtime.backend().allgather(bytes_here, call))
     return [part.tobytes() for part in np.split(gathered.numpy(), np.cumsum(rows.numpy())[:-1])]
 
 

@@ -242,8 +242,8 @@ def broadcast_object(
     is_root = process_set.group().ranks[process_set.rank()] == root_rank
     packed, sent = _pickled(obj) if is_root else (b"", None)
     data = tf.constant(np.frombuffer(packed, np.uint8))
-    own = tf.size(data, out_type=tf.int64)  # an int32 ends at 2 GiB
-    length = broadcast(own, root_rank, process_set=process_set, name=f"{label} length")
+    n_bytes = tf.size(data, out_type=tf.int64)  # an int32 ends at 2 GiB
+    length = broadcast(n_bytes, root_rank, process_set=process_set, name=f"{label} length")
     if not is_root:
         data = tf.zeros([int(length)], tf.uint8)
     received = broadcast(data, root_rank, process_set=process_set, name=label)

@@ -19,7 +19,7 @@ def _items(text: str) -> list[str]:
 def require_hosts(text: str, source: str) -> str:
     """Return the text of a host list or host file; raises ConfigError if it names no host.
 
-    An empty list does not mean this host. `source` is the option that gave the text.
+    `source` is the option that gave the text; without the option, ranks start on this host.
     """
     if not _items(text):
         raise ConfigError(

@@ -138,9 +138,8 @@ class ProcessSet:
                 f"process_set must be added before it is used. Received: ranks={self.ranks}. "
                 "Call tfscale.add_process_set(...) or init(process_sets=[...])."
             )
-        own = rank()
-        place = self.ranks.index(own) if own in self.ranks else -1
-        return Group(self.process_set_id, tuple(self.ranks), place)
+        rank_in_set = self.ranks.index(rank()) if rank() in self.ranks else -1
+        return Group(self.process_set_id, tuple(self.ranks), rank_in_set)
 
     def included(self) -> bool:
         """Return whether this process belongs to the set."""

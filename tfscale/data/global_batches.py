@@ -54,7 +54,9 @@ class GlobalBatches(keras.utils.PyDataset):
 
     If batches differ in size (`drop_remainder=False`), losses and metrics are means over all
     samples. The exception are the losses per output that Keras shows for models with several
-    outputs: they are means over batches.
+    outputs: they are means over batches. In a `fit` with a callback of tfscale, ranks may also have
+    different numbers of rows of the last batch, or none: its step weighs ranks by their rows, and
+    gives the numbers of one process, also with BatchNormalization and Dropout.
 
     Examples:
         >>> tfscale.init()
@@ -89,9 +91,9 @@ class GlobalBatches(keras.utils.PyDataset):
             seed: Non-negative, the same on all ranks.
             shuffle: Draw another order in each epoch. `fit`'s own `shuffle` is ignored.
             drop_remainder: Leave out the samples after the last full batch (different ones in
-                each epoch). None means True with `shuffle`, and False without: each sample is then
-                served once over all ranks, and a rank whose last slice is empty serves one step
-                less.
+                each epoch). None means True with `shuffle`, and False without: each sample then
+                counts once over all ranks. Outside of `fit` a rank whose last slice is empty
+                serves one step less.
             sample_weight: Array of shape (samples,), or a structure like `y`.
 
         Raises:
@@ -162,9 +164,11 @@ class GlobalBatches(keras.utils.PyDataset):
         self._seed, self._number = check_integer("seed", seed, 0), 0
         self.has_surplus_ranks = False  # whether a part of the ranks may share a batch
         self._kept: tuple[int, bool] | None = None  # batch size and surplus ranks before `fit`
-        self._steps = StepCount()  # of the epoch being served
+        self._steps = StepCount()  # of this rank, in the epoch being served
+        self._common_steps = StepCount()  # of all ranks, where slices are weighed
         self._open: OpenEpoch | None = None  # the epoch being served, also to tf.data's threads
         self._training: weakref.ref[Any] | None = None  # adapter of the training pass, or self
+        self._weighing: weakref.ref[Any] | None = None  # Keras's epochs of a `fit`, see `weigh_in`
         self._rank_and_size: tuple[int, int] | None = None  # set by tests only
         self.batch_size = batch_size
 
@@ -207,12 +211,12 @@ class GlobalBatches(keras.utils.PyDataset):
         return self._source.samples
 
     def steps_for(self, batch_size: int) -> int:
-        """Return this rank's number of steps per epoch with another batch size.
+        """Return the number of steps of a training epoch with another batch size.
 
         Raises:
             ConfigError: That batch size cannot be used.
         """
-        return self._slices(batch_size).steps
+        return self._slices(batch_size).global_batches
 
     def state(self) -> dict[str, int]:
         """Return the state that determines all later batches, for a checkpoint."""
@@ -249,7 +253,9 @@ class GlobalBatches(keras.utils.PyDataset):
         caller.keep_order()
         self._leave_broken_fit(caller)
         self._current_epoch()
-        return self._steps
+        # `fit` asks for its own data before its epochs, and in these for that of validation.
+        is_trained_on = caller.caller == "fit" and caller.epoch is None
+        return self._common_steps if is_trained_on else self._steps
 
     @property
     def workers(self) -> int:
@@ -267,7 +273,17 @@ class GlobalBatches(keras.utils.PyDataset):
     def __iter__(self) -> Iterator[Any]:
         self._refresh_if_idle()
         epoch = self._current_epoch()
+        check_slices(epoch.slices, must_be_even=self._is_shuffled)  # which a loop by hand trains on
         return (epoch.read(step) for step in range(epoch.slices.steps))
+
+    def with_totals(self, first_step: int = 0) -> Iterator[tuple[Any, int]]:
+        """Yield this rank's slices from some step on, each with the rows of its global batch.
+
+        A rank without rows of the last batch gets one that must not count.
+        """
+        _, _, slices, read = self._current_epoch()
+        for step in range(first_step, slices.global_batches):
+            yield read(step), slices.rows(step)
 
     def on_epoch_begin(self) -> None:
         """Start a pass; a training pass applies changed settings."""
@@ -286,7 +302,7 @@ class GlobalBatches(keras.utils.PyDataset):
         caller.require_whole_epochs()
         self._number = max(self._number, caller.epoch or 0)
         self._training = weakref.ref(caller.adapter or self)
-        self._refresh(is_trained_on=caller.fit is not None)
+        self._refresh(must_be_even=caller.fit is not None and not self.weighs_in(caller.epochs))
         if caller.fit is not None:
             warn_if_unsynchronised(caller.fit.model, caller.callbacks)
 
@@ -316,12 +332,9 @@ class GlobalBatches(keras.utils.PyDataset):
     def _current_epoch(self) -> OpenEpoch:
         return self._open or self._refresh()
 
-    def _refresh(self, is_trained_on: bool = False) -> OpenEpoch:
-        """Open the epoch of the present settings, unless it is being served already.
-
-        With `is_trained_on` data that is not shuffled must meet the requirements of training, too.
-        """
-        slices = check_slices(self._slices(self._batch_size), is_trained_on or self._is_shuffled)
+    def _refresh(self, must_be_even: bool = False) -> OpenEpoch:
+        """Open the epoch of the present settings, unless it is being served already."""
+        slices = check_slices(self._slices(self._batch_size), must_be_even)
         key = (self._seed, self._number, slices)
         if self._open is None or self._open[:3] != key:
             read = self._source.open_epoch(*key)
@@ -330,6 +343,7 @@ class GlobalBatches(keras.utils.PyDataset):
                 read = weighted(read, rank, slices.size, size)
             self._open = OpenEpoch(*key, read)
             self._steps.set(slices.steps)
+            self._common_steps.set(slices.global_batches)
         return self._open
 
     def _slices(self, batch_size: Any) -> BatchSlices:
@@ -339,11 +353,11 @@ class GlobalBatches(keras.utils.PyDataset):
         if self.has_surplus_ranks:  # they serve slices of others, to take part in every exchange
             size = count_active(batch_size, size)
         slices = BatchSlices(self.samples, batch_size, rank % size, size, self._drop_remainder)
-        return check_slices(slices, is_training=self._is_shuffled)
+        return check_slices(slices)
 
-    def describe(self, is_trained_on: bool) -> tuple[dict[str, int], list[Any]]:
+    def describe(self) -> tuple[dict[str, int], list[Any]]:
         """Return state and samples, for ranks to compare; raise if ranks cannot share batches."""
-        check_slices(self._slices(self.batch_size), is_trained_on or self._is_shuffled)
+        self._slices(self.batch_size)
         return self.state(), self._source.probe()
 
     def _require_each_in_order(self) -> None:
@@ -356,6 +370,26 @@ class GlobalBatches(keras.utils.PyDataset):
                 f"{order} data of which {n_dropped} samples are left out. Use shuffle=False (of a "
                 "dataset shuffle_buffer=0) and drop_remainder=False."
             )
+
+    # A `fit` that weighs slices by their rows.
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether ranks may have different numbers of rows of a batch that is trained on.
+
+        The ranks divide each full batch, so it does not depend on the batch size.
+        """
+        is_kept = not self._drop_remainder and not self.has_surplus_ranks
+        return is_kept and self.samples % self._place()[1] > 0
+
+    def weigh_in(self, epochs: Any) -> None:
+        """Allow such batches in a `fit`, given by Keras's iterator of epochs."""
+        self._weighing = weakref.ref(epochs)
+
+    def weighs_in(self, epochs: Any) -> bool:
+        """Return whether `weigh_in` was called for a `fit` that runs, and is still needed."""
+        is_same = self._weighing is not None and self._weighing() is epochs
+        return is_same and epochs is not None and self.needs_weights
 
     # Settings that a `fit` changes, and that are put back at its end.
 
@@ -455,6 +489,10 @@ class _Rest(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Any:
         return self._data[index + self._first]
 
+    def with_totals(self) -> Iterator[tuple[Any, int]]:
+        """As for `GlobalBatches`."""
+        return self._data.with_totals(self._first)
+
     def on_epoch_begin(self) -> None:
         self._data.on_epoch_begin()
 
@@ -469,7 +507,7 @@ def read_batches(
     data: GlobalBatches, batch_size: int, seed: int, class_weight: Mapping[int, float] | None = None
 ) -> Iterator[Any]:
     """Yield the global batches of an epoch shuffled by `seed`; `fit` on `data` is not affected."""
-    slices = check_slices(BatchSlices(data.samples, batch_size), is_training=True)
+    slices = check_slices(BatchSlices(data.samples, batch_size))
     read = data._source.open_epoch(seed, 0, slices)
     for step in range(slices.steps):
         batch = read(step)

@@ -20,7 +20,8 @@ class BatchSlices:
 
     Global batch `s` is the samples at positions `s * batch_size` up to `(s + 1) * batch_size` of
     the epoch's order; rank r serves the r-th of `size` equal pieces. The last, smaller batch is cut
-    into pieces whose lengths differ by one at most, the longer ones first.
+    into pieces whose lengths differ by one at most, the longer ones first. With fewer rows than
+    ranks, the last ranks have none.
     """
 
     samples: int  # of an epoch, over all ranks
@@ -45,23 +46,36 @@ class BatchSlices:
         return 0 if self.drop_remainder else self.samples % self.batch_size
 
     @property
+    def global_batches(self) -> int:
+        """Number of global batches, the last, smaller one included."""
+        return self.full_batches + (self.remainder > 0)
+
+    @property
     def steps(self) -> int:
-        """Number of batches this rank serves; one less if its last slice is empty."""
-        start, stop = self._remainder_bounds()
-        return self.full_batches + (stop > start)
+        """Number of global batches of which this rank has rows."""
+        return self.full_batches + (self.remainder > self.rank)
+
+    @property
+    def are_even(self) -> bool:
+        """Whether all ranks have equally many rows of each global batch."""
+        return self.remainder % self.size == 0
+
+    def rows(self, step: int) -> int:
+        """Return the number of rows of a global batch."""
+        return self.batch_size if step < self.full_batches else self.remainder
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Return start and stop of this rank's slice of a global batch, in the epoch's order."""
-        if not 0 <= step < self.steps:
-            raise IndexError(f"step must be below {self.steps}. Received: step={step}.")
-        if step < self.full_batches:
-            start = step * self.batch_size + self.rank * self.local_batch_size
-            return start, start + self.local_batch_size
-        return self._remainder_bounds()
+        """Return start and stop of this rank's slice of a global batch, in the epoch's order.
 
-    def _remainder_bounds(self) -> tuple[int, int]:
-        share, longer = divmod(self.remainder, self.size)
-        start = self.full_batches * self.batch_size
+        A rank without rows of the last batch gets the first one, for steps in which it counts
+        nowhere.
+        """
+        if not 0 <= step < self.global_batches:
+            raise IndexError(f"step must be below {self.global_batches}. Received: step={step}.")
+        share, longer = divmod(self.rows(step), self.size)
+        start = step * self.batch_size
+        if share == 0 and self.rank >= longer:
+            return start, start + 1
         start += self.rank * share + min(self.rank, longer)
         return start, start + share + (self.rank < longer)
 
@@ -77,11 +91,11 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
-def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
+def check_slices(slices: BatchSlices, must_be_even: bool = False) -> BatchSlices:
     """Return `slices` unchanged if all ranks can share the batches, else raise.
 
-    In training every rank must take the same number of steps, on slices of equal length: only then
-    is the mean over ranks the mean over samples.
+    They must be even in training that does not weigh ranks by their rows: only then is the mean
+    over ranks the mean over samples.
     """
     batch_size, size, samples = slices.batch_size, slices.size, slices.samples
     if batch_size % size:
@@ -103,12 +117,13 @@ def check_slices(slices: BatchSlices, is_training: bool) -> BatchSlices:
             f"samples must be one per rank or more. Received: samples={samples}, size={size}. "
             "Use fewer ranks or more data."
         )
-    if is_training and slices.remainder % size:
+    if must_be_even and not slices.are_even:
         raise ConfigError(
-            "drop_remainder=False needs a last batch, in training, that the number of ranks "
-            f"divides. Received: samples={samples}, batch_size={batch_size}, last "
-            f"batch={slices.remainder}, size={size}. Use drop_remainder=True, or "
-            f"{samples - slices.remainder % size} samples; for validation use shuffle=False."
+            "drop_remainder=False needs a last batch that the number of ranks divides, in loops by "
+            "hand, with surplus ranks and without callbacks of tfscale. Received: "
+            f"samples={samples}, batch_size={batch_size}, last batch={slices.remainder}, "
+            f"size={size}. Pass tfscale.callbacks.Synchronize() to fit, or use "
+            f"drop_remainder=True or {samples - slices.remainder % size} samples."
         )
     return slices
 

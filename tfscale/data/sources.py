@@ -267,7 +267,7 @@ def _own_records(records: tf.data.Dataset, slices: BatchSlices) -> tf.data.Datas
         return records
     local = slices.local_batch_size
     starts, counts = [slices.rank * local, 0], [local, 0]  # in a full batch, in the last one
-    if slices.steps > slices.full_batches:
+    if slices.remainder:
         first, last = slices.bounds(slices.full_batches)
         starts[1], counts[1] = first - full, last - first
 
@@ -306,7 +306,7 @@ class _EpochReader:
             batch = self._next(reader, step, stop - start)
             if step < _KEPT_STEPS:
                 self._first_batches[step] = batch
-            if step + 1 < self._slices.steps:
+            if step + 1 < self._slices.global_batches:
                 self._idle[step + 1] = reader
             if len(self._idle) > _MAX_IDLE_READERS:
                 del self._idle[next(iter(self._idle))]  # the oldest
@@ -330,7 +330,7 @@ class _EpochReader:
         if batch is None or any(part.shape[0] != length for part in tf.nest.flatten(batch)[:1]):
             raise ConfigError(
                 "dataset must give the same number of records in every epoch. Received: it "
-                f"ended at step {step + 1} of {self._slices.steps}, with "
+                f"ended at step {step + 1} of {self._slices.global_batches}, with "
                 f"size={self._slices.samples}. Correct size, or leave it out."
             )
         parts = batch if isinstance(batch, tuple) else (batch,)

@@ -185,7 +185,7 @@ def explanation(error: Exception, share: Share | None = None) -> str:
         f"rank {runtime.rank()} failed in a step on its rows of the batch, {rows}. "
         f"Received: {text_with_place(error)}. If the step works in one process, take the number "
         "of rows from the batch, as tf.shape(x)[0], in place of a constant, and let the first "
-        "axis of all parts of a batch be samples: see docs/distribute.md."
+        "axis of all parts of a batch be samples: see 'An unchanged script' in the documentation."
     )
 
 

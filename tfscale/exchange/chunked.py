@@ -105,7 +105,7 @@ class Chunked(Exchange):
         if isinstance(self.first_chunk_layers, int):
             return self.first_chunk_layers
         name = f"/{self.first_chunk_from}/"
-        positions = [place for place, owner in enumerate(owners) if name in f"/{owner}/"]
+        positions = [i for i, owner in enumerate(owners) if name in f"/{owner}/"]
         if not positions:
             raise PlanError(
                 "first_chunk_from must name a layer that sends gradients. Received: "

@@ -305,8 +305,10 @@ class Executor:
         """Return reduced gradients, the first received tensors, and new residuals."""
         shards = self.shards
         base = list(variables) if shards is None else shards.variables
-        places = range(len(variables)) if shards is None else [shards.place(v) for v in variables]
-        gradient_of = dict(zip(places, gradients, strict=True))
+        positions = list(range(len(variables)))
+        if shards is not None:
+            positions = [shards.position(v) for v in variables]
+        gradient_of = dict(zip(positions, gradients, strict=True))
         wire = Wire(self.process_set.group(), self.options, base, shards, self.residuals)
         rider = shares.take_rider() if wire.group.size == runtime.size() else None
         wire.riders.extend([] if rider is None else [rider])
@@ -347,7 +349,7 @@ class Executor:
         updates = list(wire.updates)
         if self.residuals is not None:
             updates += self.residuals.count_step()
-        return [reduced[i] for i in places], arrived, updates
+        return [reduced[i] for i in positions], arrived, updates
 
     def _first(self, plan: ExchangePlan) -> int:
         """Return a position in the first part, if possible one that this rank owns a piece of."""
@@ -400,10 +402,10 @@ class Executor:
         """Return the gradients of the pieces that this rank owns."""
         assert self.shards is not None
         pairs = zip(gradients, variables, strict=True)
-        chosen = [(g, self.shards.place(v), v) for g, v in pairs if g is not None]
+        chosen = [(g, self.shards.position(v), v) for g, v in pairs if g is not None]
         # Empty pieces cost ops and change nothing; one is kept if a rank owns nothing else.
         useful = [c for c in chosen if not self.shards.is_empty(c[1])] or chosen[:1]
-        targets = [self.shards.targets[place] for _, place, _ in useful]
+        targets = [self.shards.targets[i] for _, i, _ in useful]
         return Reduced([g for g, _, _ in useful], targets, [v for _, _, v in useful], arrived)
 
     def publish(self, updated: Collection[int] | None = None, waits: bool = True) -> None:

@@ -485,11 +485,11 @@ def cut_parameters(
 
 def places_of(specs: Sequence[GradientSpec], groups: Sequence[Sequence[str]]) -> list[list[int]]:
     """Return the positions of paths in `specs`; paths of no spec are left out."""
-    places: dict[str, int] = {}
-    for place, spec in enumerate(specs):
-        places.setdefault(spec.name, place)  # a second variable of the same name is sent alone
-    found = [[places[name] for name in group if name in places] for group in groups]
-    return [group for group in found if group]
+    positions: dict[str, int] = {}
+    for position, spec in enumerate(specs):
+        positions.setdefault(spec.name, position)  # a second one of the same name is sent alone
+    in_groups = [[positions[name] for name in group if name in positions] for group in groups]
+    return [group for group in in_groups if group]
 
 
 def values_of(gradient: Any) -> tf.Tensor:

@@ -144,8 +144,8 @@ class Residuals:
         if group.rank < 0 or not is_known:
             return gradient, []
         count = int(np.prod(parameter.shape))
-        own = self.of(parameter, group, (0, count), 1.0).own
-        return gradient + tf.cast(own, gradient.dtype), [(own, tf.zeros_like(own))]
+        pending = self.of(parameter, group, (0, count), 1.0).own
+        return gradient + tf.cast(pending, gradient.dtype), [(pending, tf.zeros_like(pending))]
 
     def count_step(self) -> list[Update]:
         """Return the update of the number of exchanges."""
@@ -208,8 +208,10 @@ class Residuals:
                 name = str(places[id(residual.parameter)])
                 entries[name] = [list(residual.cuts), residual.factor]
                 kept = {"residual": residual.own, "owner": residual.owner, "basis": residual.basis}
-                known = {key: variable for key, variable in kept.items() if variable is not None}
-                arrays |= {f"{key}/{name}": copy_of(v) for key, v in known.items()}
+                kept_variables = {
+                    key: variable for key, variable in kept.items() if variable is not None
+                }
+                arrays |= {f"{key}/{name}": copy_of(v) for key, v in kept_variables.items()}
         n_steps = 0 if self.n_steps is None else int(self.n_steps.numpy())
         return Saved(arrays, {"n_quantized": n_steps}, {"residuals": entries})
 

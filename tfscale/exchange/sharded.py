@@ -63,8 +63,8 @@ class Sharded(Exchange):
 
     def __post_init__(self) -> None:
         require_bucket_mb(self.bucket_mb)
-        known = ", ".join(map(repr, DENSE))
-        require(self.dense in DENSE, "dense", f"one of {known}", self.dense)
+        choices = ", ".join(map(repr, DENSE))
+        require(self.dense in DENSE, "dense", f"one of {choices}", self.dense)
 
     is_sharding = True
 

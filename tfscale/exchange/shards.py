@@ -52,7 +52,7 @@ class Shards:
         self.segments = segments
         self._compression = compression
         self.rounds = getattr(compression, "bits", 32) < 32
-        self._places = {id(v): i for i, v in enumerate(self.variables)}
+        self._positions = {id(v): i for i, v in enumerate(self.variables)}
         self._owned = {p.variable: p for b in self.segments for p in b.pieces(group.rank)}
         cut = sorted(i for bucket in self.segments for i in bucket.indices)
         self._whole = frozenset(whole).intersection(cut)
@@ -80,14 +80,14 @@ class Shards:
         """Return whether other ranks own all of a variable."""
         return index in self.pieces and index not in self._owned
 
-    def place(self, variable: Any) -> int:
+    def position(self, variable: Any) -> int:
         """Return the position of a variable."""
-        if id(variable) not in self._places:
+        if id(variable) not in self._positions:
             raise ConfigError(
                 "variables must be those that the optimizer was built for. Received: "
                 f"{name_of(variable)}. Compile the model again after changing what is trainable."
             )
-        return self._places[id(variable)]
+        return self._positions[id(variable)]
 
     def part(self, index: int, value: Any) -> Any:
         """Return this rank's part of a value of a variable's shape, in the shape of its piece."""
@@ -110,7 +110,7 @@ class Shards:
 
         Where a value is as it was `before`, what is not sent yet is kept; not for None.
         """
-        index = self.place(variable)
+        index = self.position(variable)
         if not self._owned.get(index):
             return
         piece = self.pieces[index]

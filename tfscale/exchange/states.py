@@ -73,7 +73,7 @@ class SavedStates(Protocol):
 
     @property
     def scope(self) -> Scope:
-        """The model of now."""
+        """The scope of the model as it is now."""
 
     @property
     def is_exact(self) -> bool:

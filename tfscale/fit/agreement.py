@@ -69,6 +69,16 @@ def _require_groups_of_one_optimizer(model: keras.Model) -> None:
             )
 
 
+def _require_weights_that_count(session: FitSession) -> None:
+    data = session.data
+    if train_apart(session.callbacks) and isinstance(data, GlobalBatches) and data.needs_weights:
+        raise ConfigError(
+            "drop_remainder=False needs gradients that are averaged in each step, or a number of "
+            "samples that the ranks divide. Received: ranks that train apart (ParameterAveraging), "
+            f"samples={data.samples}, size={runtime.size()}. Use drop_remainder=True."
+        )
+
+
 def begin(session: FitSession, params: dict[str, Any]) -> bool:
     """Compare the ranks' settings; return whether this is the first call of a `fit`. Collective.
 
@@ -79,6 +89,7 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
         return False
     model, call = session.model, session.call
     _require_groups_of_one_optimizer(model)
+    _require_weights_that_count(session)
     runtime.backend().drain()  # then no rank waits for collectives left by an earlier `fit`
     described: dict[str, Any] = {
         "steps": params.get("steps"),
@@ -200,8 +211,8 @@ def _names(callbacks: Sequence[Traits]) -> set[str]:
 
 
 def _classes(callback: Traits) -> list[str]:
-    own = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
-    return [c.__name__ for c in own] or ["Callback"]
+    classes = [c for c in type(callback).__mro__ if c.__module__.startswith("tfscale.callbacks.")]
+    return [c.__name__ for c in classes] or ["Callback"]
 
 
 def _callback(callback: Traits) -> str:
@@ -321,7 +332,7 @@ def _describe_data(data: Any, is_trained_on: bool) -> dict[str, Any] | None:
     if not isinstance(data, GlobalBatches):
         return None
     try:
-        state, samples = data.describe(is_trained_on)
+        state, samples = data.describe()
     except Exception as error:  # of any type: the other ranks wait for this description
         return {"error": f"{type(error).__name__}: {error}"}
     if not is_trained_on:
@@ -360,8 +371,8 @@ def _require_equal_data(
     elif states:
         trained = [one or {"state": "no GlobalBatches", "samples": []} for one in trained]
     for name, described in (("x", trained), ("validation_data", validated)):
-        given = {rank: one["state"] for rank, one in enumerate(described) if one}
-        objects.require_equal_values(given, f"Global batches of {name} of fit", _BATCHES)
+        state_by_rank = {rank: one["state"] for rank, one in enumerate(described) if one}
+        objects.require_equal_values(state_by_rank, f"Global batches of {name} of fit", _BATCHES)
         require_same_samples([one["samples"] if one else None for one in described], name)
 
 

@@ -1,6 +1,7 @@
 """Batches that all ranks read: made in an order of their own, by rows, and compared between ranks.
 
 Every rank reads the same batches under `tfscale.distribute`, and where those of a dataset grow.
+`serve_weighed` serves slices of `GlobalBatches` as rows of such batches, which may be uneven.
 Under `tfscale.distribute` the maps of a dataset run on the rank's rows only, where its steps allow
 (`RowPipelines`). A digest of all batches so far is kept in a variable. The first batches of a `fit`
 are compared before they are computed; then 32 signs that follow from the digest are sent with the
@@ -21,9 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, objects, runtime
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import Rider, RowsOfBatch
-from tfscale.internals.datasets import GENERATOR, Step, iterate_in_order, steps_of
+from tfscale.internals.datasets import GENERATOR, Step, in_own_memory, iterate_in_order, steps_of
+from tfscale.internals.keras import serve_joined
 from tfscale.internals.row_maps import RowMaps, UnmovedError
 
 logger = logging.getLogger("tfscale")
@@ -34,6 +37,7 @@ _N_SIGNS = 32
 _FACTOR = (
     -7046029254386353131
 )  # odd, so products keep all bits: 2^64 / golden ratio, as a signed one
+_ON_ROWS = "Each rank prepares only its own rows of a dataset, before its maps (--decode rows)."
 _STATELESS = (
     "Put random layers into the model, or draw with tf.image.stateless_* or tf.random.stateless_* "
     "from a seed for each element, as Dataset.enumerate() and Dataset.random(seed) give it"
@@ -127,11 +131,14 @@ class RowPipelines:
             self._known[dataset] = self._on_own_rows(dataset)
         served, fingerprint = self._known[dataset]
         by_rank = objects.allgather_object(fingerprint, name="maps of a dataset")
-        if by_rank.count(fingerprint) == len(by_rank):
-            return dataset if served is None else served
-        # If the batches differ, too, their comparison tells why.
-        self._tell("names of files, or constants or tables of its maps, differ between ranks")
-        return dataset
+        if by_rank.count(fingerprint) != len(by_rank):
+            # If the batches differ, too, their comparison tells why.
+            self._warn("names of files, or constants or tables of its maps, differ between ranks")
+            return dataset
+        if served is None:
+            return dataset
+        self._tell(logging.INFO, _ON_ROWS)
+        return served
 
     def _on_own_rows(self, dataset: tf.data.Dataset) -> tuple[tf.data.Dataset | None, int]:
         """Return a dataset of this rank's rows, None if there is none, and its fingerprint."""
@@ -141,20 +148,23 @@ class RowPipelines:
                 served = maps.on_chosen_rows(_own_rows, _n_rows, _joined)
                 return served, maps.fingerprint()
         except UnmovedError as error:
-            self._tell(str(error))
+            self._warn(str(error))
         except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
-            self._tell(f"its steps cannot be read ({type(error).__name__}: {error})")
+            self._warn(f"its steps cannot be read ({type(error).__name__}: {error})")
         return None, 0
 
-    def _tell(self, reason: str) -> None:
-        if runtime.rank() > 0 or reason in self._told:
-            return
-        self._told.add(reason)
-        logger.warning(
-            "Each rank prepares whole batches of a dataset, not only its rows: %s. See "
-            "docs/distribute.md.",
-            reason,
+    def _warn(self, reason: str) -> None:
+        self._tell(
+            logging.WARNING,
+            f"Each rank prepares whole batches of a dataset, not only its rows: {reason}. See "
+            "'Unchanged scripts' in the documentation.",
         )
+
+    def _tell(self, level: int, text: str) -> None:
+        """Log a text on rank 0, once."""
+        if runtime.rank() == 0 and text not in self._told:
+            self._told.add(text)
+            logger.log(level, "%s", text)
 
 
 def _own_rows(batch: Any) -> tuple[Any, dict[str, tf.Tensor]]:
@@ -219,6 +229,32 @@ def _cause_in(steps: list[Step]) -> str:
     return cause_of(None)
 
 
+# Slices that are rows of a global batch.
+
+
+def serve_weighed(epochs: Any, data: GlobalBatches) -> None:
+    """Serve slices in a running `fit` with the rows of their batches, by which ranks are weighed.
+
+    Without effect if the `fit` serves them so already.
+
+    Args:
+        epochs: Keras's iterator of epochs.
+        data: The data of the `fit`.
+    """
+    if data.weighs_in(epochs):
+        return
+    data.weigh_in(epochs)
+    serve_joined(epochs, _rows_of_batch, _spec_of_rows)
+
+
+def _rows_of_batch(rows: Any, step: int, total: int) -> RowsOfBatch:
+    return RowsOfBatch(in_own_memory(rows), np.int64(step), np.zeros((total, 0), np.float32))
+
+
+def _spec_of_rows(spec: Any) -> RowsOfBatch:
+    return RowsOfBatch(spec, tf.TensorSpec([], tf.int64), tf.TensorSpec([None, 0], tf.float32))
+
+
 # Digests.
 
 
@@ -256,6 +292,7 @@ class BatchComparison:
             self._left = tf.Variable(_COMPARED_BATCHES, trainable=False, dtype=tf.int32)
         self._data: Any = None  # of the call that runs
         self._method = ""
+        self._epoch: tuple[int, int] | None = None  # that runs, and the batches before it
         self._named = _ARGUMENTS
 
     def expect(self, data: Any, method: str) -> None:
@@ -264,10 +301,14 @@ class BatchComparison:
         # Keras holds it while the call runs. Of a generator only its kind is needed.
         kind = iter(()) if hasattr(data, "__next__") else None
         self._data = weakref.ref(data) if is_kept else lambda: kind
-        self._method = method
+        self._method, self._epoch = method, None
         self._digests.assign(tf.zeros([3], tf.int64))
         self._n_batches.assign(0)
         self._left.assign(_COMPARED_BATCHES)
+
+    def begin_epoch(self, epoch: int, first_step: int) -> None:
+        """Let errors count batches from a step of an epoch on, which comes next."""
+        self._epoch = epoch, int(self._n_batches) - first_step
 
     def expect_one(self, method: str) -> None:
         """Begin a call of a method that takes one batch, such as `train_on_batch`."""
@@ -320,21 +361,30 @@ class BatchComparison:
 
     def _compare(self, digests: tf.Tensor, n_batches: tf.Tensor) -> tf.Tensor:
         """Gather the digests of all ranks, and raise an error if they differ. Collective."""
-        own = tf.concat([digests, n_batches[tf.newaxis]], 0)
-        digests_by_rank = collectives.allgather(own[tf.newaxis], name="digests of the batch")
+        digests_here = tf.concat([digests, n_batches[tf.newaxis]], 0)
+        digests_by_rank = collectives.allgather(
+            digests_here[tf.newaxis], name="digests of the batch"
+        )
         named = self._named
         if tf.executing_eagerly():
-            self._refuse_others(named, digests_by_rank.numpy(), f"batch {int(n_batches)}")
+            self._refuse_others(named, digests_by_rank.numpy(), self._batch_name(int(n_batches)))
             return tf.constant(0)
 
         def refuse_others(digests_by_rank: tf.Tensor, n_batches: tf.Tensor) -> int:
             # The mark by which `GuardedStep` recognises errors of the exchange.
             self._refuse_others(
-                named, digests_by_rank.numpy(), f"batch {int(n_batches)}", "TFSCALE_FAILED: "
+                named, digests_by_rank.numpy(), self._batch_name(int(n_batches)), "TFSCALE_FAILED: "
             )
             return 0
 
         return tf.py_function(refuse_others, [digests_by_rank, n_batches], tf.int32)
+
+    def _batch_name(self, n_batches: int) -> str:
+        """Return the name of the last batch of so many."""
+        if self._epoch is None:
+            return f"batch {n_batches} of {self._method}"
+        epoch, n_before = self._epoch
+        return f"batch {n_batches - n_before} of epoch {epoch + 1} of {self._method}"
 
     def require_equal(self, has_stopped: bool = False) -> None:
         """Require that all batches of the call were the same on all ranks. Collective.
@@ -347,15 +397,15 @@ class BatchComparison:
         )
         if not any(stopped for _, stopped in digests_by_rank):
             rows = np.stack([digests for digests, _ in digests_by_rank])
-            self._refuse_others(self._named, rows, "a batch")
+            self._refuse_others(self._named, rows, f"a batch of {self._method}")
 
     def _refuse_others(
-        self, named: tuple[str, ...], digests_by_rank: np.ndarray, where: str, mark: str = ""
+        self, named: tuple[str, ...], digests_by_rank: np.ndarray, batch_name: str, mark: str = ""
     ) -> None:
         """Raise an error unless the rows of digests, one for each rank, are equal."""
         if (digests_by_rank == digests_by_rank[0]).all():
             return
         for name, found in zip((*named, "the number of batches"), digests_by_rank.T, strict=True):
             digests = {rank: digest.tobytes() for rank, digest in enumerate(found)}
-            what = f"{mark}{name} in {where} of {self._method}"
+            what = f"{mark}{name} in {batch_name}"
             objects.require_equal_values(digests, what, cause_of(self._data()))

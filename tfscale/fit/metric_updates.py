@@ -91,8 +91,8 @@ def _watched(model: keras.Model, name: str, step: Callable[[Any], Any]) -> Calla
             outputs = step(data)
         watch = _watches.get(model)
         if isinstance(outputs, dict) and watch is not None:
-            found = {key: made.get(id(value)) for key, value in flat_items(outputs)}
-            sources = {key: source and source[1:] for key, source in found.items()}
+            source_of = {key: made.get(id(value)) for key, value in flat_items(outputs)}
+            sources = {key: source and source[1:] for key, source in source_of.items()}
             watch.returned[name] = sources
         return outputs
 
@@ -261,7 +261,7 @@ def _note(watch: _Watch, metric: Any, graph: tf.Graph | None, first_op: int) -> 
                 f"{type(metric).__name__}.update_state assigns values other than sums to the "
                 f"variable. Received: variable {variable.name!r}. Set the attribute "
                 "tfscale_reduce of the class to 'sum', 'mean', 'max' or 'min', or to a dict of "
-                "these by names of variables: see docs/data.md."
+                "these by names of variables: see 'Data' in the documentation."
             )
     watch.changes[id(metric)] = metric, changes
 

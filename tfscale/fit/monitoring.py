@@ -129,10 +129,10 @@ class TrainingWatch:
         self._times: _StepTimes | None = None
         self._traffic = Traffic()
         self._history: deque[_Counts] = deque()  # of the last seconds
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._samples = tf.Variable(0, trainable=False, dtype=tf.int64)
-            # Ranks that share a batch, where each is given its own part.
-            self._sharers = tf.Variable(runtime.size(), trainable=False, dtype=tf.int64)
+        # Of all ranks; and ranks that share a batch, where each is given its own part. Not made
+        # before the first `fit`: until then a program may set TensorFlow's devices and threads.
+        self._samples: tf.Variable | None = None
+        self._sharers: tf.Variable | None = None
 
     # Called by training.
 
@@ -140,21 +140,26 @@ class TrainingWatch:
         """Let the training step of a model count the samples of all ranks, once."""
         if getattr(model.train_step, "counts_samples", False):
             return
+        if self._samples is None or self._sharers is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._sharers = tf.Variable(self._n_ranks, trainable=False, dtype=tf.int64)
+                self._samples = tf.Variable(0, trainable=False, dtype=tf.int64)
         replace_step(model, "train_step", _counted(model, self._samples, self._sharers))
 
     def begin(self, params: Mapping[str, Any]) -> None:
         """Begin a `fit` with Keras's "epochs" and "steps" of its callbacks."""
         self._params, self._is_ended, self._first = params, False, None
 
-    def begin_epoch(self, epoch: int, data: Any) -> None:
-        """Begin an epoch, counted from 0, on the data of `fit`."""
+    def begin_epoch(self, epoch: int, data: Any, first_step: int = 0) -> None:
+        """Begin an epoch, counted from 0, on the data of `fit`; a resumed one at a later step."""
         self._publish()
-        self._epoch, self._step = epoch + 1, 0
-        if self._first is None:
+        self._epoch, self._step = epoch + 1, first_step
+        if self._first is None or first_step > 0:
             self._first = time.monotonic(), self._progress() or 0.0
-        is_shared = isinstance(data, GlobalBatches) and data.has_surplus_ranks
-        n_ranks = runtime.size()
-        self._sharers.assign(count_active(data.batch_size, n_ranks) if is_shared else n_ranks)
+        if self._sharers is not None:
+            is_shared = isinstance(data, GlobalBatches) and data.has_surplus_ranks
+            n_ranks = self._n_ranks
+            self._sharers.assign(count_active(data.batch_size, n_ranks) if is_shared else n_ranks)
 
     def note_steps(self, n_steps: int, window: analysis.Window | None) -> None:
         """Count the steps of a call of the train function, and keep its times if they are given.
@@ -194,7 +199,8 @@ class TrainingWatch:
         """The numbers of this moment."""
         times, progress = self._times, self._progress()
         self._look_at_engine(times)
-        samples, waited_s = int(self._samples.numpy()), self._traffic.waited_s
+        samples = 0 if self._samples is None else int(self._samples.numpy())
+        waited_s = self._traffic.waited_s
         counts = _Counts(time.monotonic(), self._n_steps, samples, waited_s)
         history = self._history
         if not history or counts.at - history[-1].at >= _TURN_S / 2:
@@ -267,7 +273,8 @@ def _counted(
     step = model.train_step
 
     def counted_step(batch: Any) -> Any:
-        rows = [leaf for leaf in keras.tree.flatten(batch) if len(getattr(leaf, "shape", ())) > 0]
+        parts = batch.places if isinstance(batch, shares.RowsOfBatch) else batch
+        rows = [leaf for leaf in keras.tree.flatten(parts) if len(getattr(leaf, "shape", ())) > 0]
         share = shares.current()
         if share is not None:  # of a step around this one, which has cut the batch
             samples.assign_add(tf.cast(share.total, tf.int64))

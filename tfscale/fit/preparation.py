@@ -16,6 +16,7 @@ from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
 from tfscale.exchange.sync_batch_norm import SyncBatchNormalization, synchronize
 from tfscale.fit import monitoring
+from tfscale.fit.batches import serve_weighed
 from tfscale.fit.session import session_for, session_of
 from tfscale.fit.steps import share_batches
 from tfscale.fit.uneven_batches import GuardedStep
@@ -84,13 +85,24 @@ def prepare(
     has_changed = _share_statistics(model) or has_changed
     if has_changed:
         internals.drop_functions(model)
-    share_batches(model, session_for(model).whole_batches)
+    session = session_for(model)
+    data = session.whole_batches
+    if isinstance(data, GlobalBatches):
+        serve_weighed(session.call.epochs, data)
+    share_batches(model, data)
     if watch is not None:
         watch.count_samples(model)
     _guard(model)
     make_saves_safe(model)
     join_passes(model)
     return model
+
+
+def prepare_again(model: keras.Model) -> None:
+    """Prepare a model in a `fit` that has begun, whose train function may change."""
+    prepare(model)
+    if model.train_function is None:
+        model.make_train_function(force=True)
 
 
 def _guard(model: keras.Model) -> None:

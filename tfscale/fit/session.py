@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from tfscale.comm import process, runtime
 from tfscale.data.dataset_batches import DatasetBatches, served_in
+from tfscale.data.global_batches import GlobalBatches
+from tfscale.exchange import batch_shares as shares
 from tfscale.fit import monitoring
 from tfscale.fit.uneven_batches import Progress, StopTogether
 from tfscale.internals import stack
@@ -34,6 +36,7 @@ class FitSession(Progress):
         self.call = call
         self.saves: Any = None  # the `SavePoints` of this `fit`, if there are any
         self.n_steps_before = 0  # of a resumed run, before its first epoch
+        self._begin_within = (0, 0)  # the epoch in which it resumes, and its first step there
         self._joined: list[Any] = []
         # The last calls of the train function, for `tfscale run`; the first one traces.
         self._windows: deque[analysis.Window] = deque(maxlen=_STEPS_KEPT)
@@ -50,6 +53,21 @@ class FitSession(Progress):
         """Record how many steps the run had made before the first epoch of this `fit`."""
         self.n_steps_before = n_steps_before
 
+    def begin_within(self, epoch: int, first_step: int) -> None:
+        """Record at which step of an epoch a resumed run begins."""
+        self._begin_within = epoch, first_step
+        self.watch_epoch(epoch)
+
+    def watch_epoch(self, epoch: int) -> None:
+        """Let the page of metrics show that an epoch begins, if there is one."""
+        if self.watch is not None:
+            self.watch.begin_epoch(epoch, self.data, self.first_step_of(epoch))
+
+    def first_step_of(self, epoch: int) -> int:
+        """The step with which an epoch begins: 0 unless a resumed run begins within it."""
+        resumed, first_step = self._begin_within
+        return first_step if epoch == resumed else 0
+
     def agree_on_saves(self, saves: Any) -> None:
         """Save at agreed points, or with None each rank for itself."""
         self.saves = saves
@@ -62,12 +80,16 @@ class FitSession(Progress):
         return self.call.data if served is None else served
 
     @property
-    def whole_batches(self) -> tf.data.Dataset | None:
-        """The dataset whose batches all ranks read, to compute their rows; None if there is none.
+    def whole_batches(self) -> tf.data.Dataset | GlobalBatches | None:
+        """The data of which all steps have a batch of all ranks; None if it has batches of ranks.
 
-        With `tfscale.distribute` all data is read so.
+        All ranks read the batches of a dataset, to compute their rows, and `GlobalBatches` serve
+        them with the slices if these may be uneven. With `tfscale.distribute` all data is read so.
         """
         data = self.data
+        if isinstance(data, GlobalBatches):
+            is_in_fit = self.call.epochs is not None and not shares.are_used()
+            return data if is_in_fit and data.needs_weights else None
         return data.dataset if isinstance(data, DatasetBatches) and not data.is_sharded else None
 
     def add(self, callback: Traits) -> None:

@@ -27,6 +27,7 @@ import tensorflow as tf
 from tfscale.comm import collectives, runtime
 from tfscale.comm.runtime import Sum, global_process_set
 from tfscale.config import ConfigError
+from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.batch_shares import RowsOfBatch, Share
 from tfscale.exchange.sync_batch_norm import global_moments
@@ -139,8 +140,19 @@ class _StepInFit:
         if data is not None:
             self._comparison.expect(data, "fit")
 
+    def begin_epoch(self, epoch: int, first_step: int) -> None:
+        """As for `BatchComparison`."""
+        self._comparison.begin_epoch(epoch, first_step)
 
-def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
+
+def begin_epoch(model: keras.Model, epoch: int, first_step: int) -> None:
+    """Let errors about batches of `share_batches` name the epoch that begins, and its batch."""
+    step = _step_in_fit_of(model)
+    if step is not None:
+        step.begin_epoch(epoch, first_step)
+
+
+def share_batches(model: keras.Model, data: tf.data.Dataset | GlobalBatches | None) -> None:
     """Let training steps compute this rank's rows of whole batches, until this is called again.
 
     The step is wrapped once, and traced again at each change. Without effect on one rank, and with
@@ -148,7 +160,7 @@ def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
 
     Args:
         model: The model that trains.
-        data: The dataset of the batches, which must be the same on all ranks; it tells why they are
+        data: The data of the batches, which must be the same on all ranks; it tells why they are
             not. None if each rank has batches of its own.
     """
     if runtime.is_single() or shares.are_used():
@@ -165,8 +177,8 @@ def share_batches(model: keras.Model, data: tf.data.Dataset | None) -> None:
 
 def computes_rows(model: keras.Model, step: str) -> bool:
     """Return whether a step of a model ("train_step", ...) is given batches that all ranks read."""
-    own = _step_in_fit_of(model) if step == "train_step" else None
-    return shares.are_used() or (own is not None and own.has_whole_batches)
+    step_in_fit = _step_in_fit_of(model) if step == "train_step" else None
+    return shares.are_used() or (step_in_fit is not None and step_in_fit.has_whole_batches)
 
 
 def _step_in_fit_of(model: keras.Model) -> _StepInFit | None:
@@ -247,7 +259,7 @@ def _of_whole_batch(call: Any, loss: Any, y_true: Any, y_pred: Any) -> Any:
         raise ConfigError(
             "loss must not compare samples of a batch. Received: Circle, which compares all "
             "samples of a batch. Use GlobalBatches without tfscale.distribute, and gather rows by "
-            "tfscale.allgather: see docs/distribute.md."
+            "tfscale.allgather: see 'An unchanged script' in the documentation."
         )
     if share is None or not sums_over_batch(loss):
         return call(loss, y_true, y_pred)

@@ -11,7 +11,7 @@ Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`, `_last_batch_seen`,
 `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`, `_get_iterator`,
 `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
-`PyDatasetAdapter._output_signature`; `keras.src.utils.io_utils.print_msg`,
+`PyDatasetAdapter._output_signature`, `_standardize_batch`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`, `global_state.get_global_attribute`,
 `seed_generator.global_seed_generator`, whose attribute has the same name.
 """
@@ -197,8 +197,8 @@ def before_first_fit(act: Callable[[Any, Any], None]) -> None:
     @functools.wraps(fit)
     def first_fit(*args: Any, **kwargs: Any) -> Any:
         del keras.Model.fit
-        given = inspect.signature(fit).bind(*args, **kwargs).arguments
-        act(given["self"], given.get("callbacks"))
+        arguments = inspect.signature(fit).bind(*args, **kwargs).arguments
+        act(arguments["self"], arguments.get("callbacks"))
         return fit(*args, **kwargs)
 
     keras.Model.fit = first_fit
@@ -428,6 +428,26 @@ def serve_dataset(epochs: Any, dataset: Any, steps: Any) -> None:
     epochs.steps_per_epoch = epochs._current_iterator = None
 
 
+def serve_joined(epochs: Any, join: Callable[[Any, int, int], Any], spec_of: Any) -> None:
+    """Serve what a function makes of each batch of a PyDataset that has `with_totals`.
+
+    Args:
+        epochs: Keras's iterator of epochs.
+        join: Takes a batch with the weights of its classes, its step and its total of rows.
+        spec_of: Takes the spec of batches, and returns that of what `join` returns.
+    """
+    adapter = epochs.data_adapter
+
+    def batches() -> Iterator[Any]:
+        # Of the rest of an epoch where one is resumed.
+        for step, (batch, total) in enumerate(adapter.py_dataset.with_totals()):
+            yield join(adapter._standardize_batch(batch), step, total)
+
+    signature = spec_of(epochs._distributed_dataset.element_spec)
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    epochs._distributed_dataset = dataset.prefetch(tf.data.AUTOTUNE)
+
+
 def leave_untuned(epochs: Any) -> None:
     """Turn tf.data's tuner off for batches that Python makes, where it has nothing to tune.
 
@@ -454,7 +474,7 @@ def begin_epoch_at(
     adapter = epochs.data_adapter
     data = getattr(adapter, "py_dataset", None)
     is_cut = rest_of(data, 0) is not None  # then only the data knows its number of steps
-    first_batch, steps = (0, None) if is_cut else _place_in_pass(epochs, epoch)
+    first_batch, steps = (0, None) if is_cut else _first_batch_and_steps(epochs, epoch)
     if steps is not None and first_step >= steps:
         first_step = max(0, steps - epochs.steps_per_execution)
     n_dropped = first_batch + first_step
@@ -480,15 +500,15 @@ def begin_epoch_at(
     return first_step
 
 
-def _place_in_pass(epochs: Any, epoch: int) -> tuple[int, int | None]:
-    """Return the batches that earlier epochs took of the same pass, and this epoch's steps."""
+def _first_batch_and_steps(epochs: Any, epoch: int) -> tuple[int, int | None]:
+    """Return the number of batches of a pass that its earlier epochs took, and an epoch's steps."""
     n_batches, per_epoch = epochs._num_batches, epochs.steps_per_epoch
     if not n_batches or not per_epoch:
         return 0, per_epoch or n_batches
     stride = epochs.steps_per_execution
     taken = math.ceil(per_epoch / stride) * stride
-    place = epoch % math.ceil(n_batches / taken) * taken
-    return place, min(per_epoch, n_batches - place)
+    first_batch = epoch % math.ceil(n_batches / taken) * taken
+    return first_batch, min(per_epoch, n_batches - first_batch)
 
 
 def _steps(epochs: Any, first: int, n_dropped: int) -> Iterator[tuple[Any, ...]]:

@@ -418,5 +418,5 @@ def _weighted(step: Any, batches: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _with_rows(batches: tf.data.Dataset, parts: Any, function: Any) -> Any:
-    own = parts[0] if len(parts) == 1 else type(batches.element_spec)(*parts)
-    return own._replace(rows=_call(function, own.rows))
+    batch = parts[0] if len(parts) == 1 else type(batches.element_spec)(*parts)
+    return batch._replace(rows=_call(function, batch.rows))

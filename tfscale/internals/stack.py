@@ -145,8 +145,8 @@ def callback_list_around() -> Any:
 def running_passes() -> list[Any]:
     """Return Keras's iterators of epochs of all running trainer methods, innermost first."""
     running = [frame for frame in _frames() if frame.f_code in _TRAINERS]
-    found = [frame.f_locals.get("epoch_iterator") for frame in running]
-    return [iterator for iterator in found if iterator is not None]
+    iterators = [frame.f_locals.get("epoch_iterator") for frame in running]
+    return [iterator for iterator in iterators if iterator is not None]
 
 
 def is_called_by_program() -> bool:

@@ -341,18 +341,18 @@ def text_with_place(error: Exception) -> str:
         return str(converted.get_message()).strip().rstrip(".")
     if isinstance(error, tf.errors.OpError):  # its message holds the stack of the op
         lines = [line.strip() for line in error.message.splitlines()]
-        places = [line for line in lines if line.startswith('File "') and _is_users(line)]
+        code_lines = [line for line in lines if line.startswith('File "') and _is_users(line)]
         texts = [line for line in lines if line and not line.startswith(_STACK)]
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        places = [f'File "{f.filename}", line {f.lineno}: {f.line}' for f in frames]
-        places, texts = list(filter(_is_users, places)), [str(error).strip()]
-    place = f" ({places[-1]})" if places else ""
-    return f"{type(error).__name__}: {' '.join(texts).rstrip('.')}{place}"
+        code_lines = [f'File "{f.filename}", line {f.lineno}: {f.line}' for f in frames]
+        code_lines, texts = list(filter(_is_users, code_lines)), [str(error).strip()]
+    where = f" ({code_lines[-1]})" if code_lines else ""
+    return f"{type(error).__name__}: {' '.join(texts).rstrip('.')}{where}"
 
 
-def _is_users(place: str) -> bool:
-    return not any(folder in place for folder in ("site-packages", _HERE))
+def _is_users(code_line: str) -> bool:
+    return not any(folder in code_line for folder in ("site-packages", _HERE))
 
 
 _STACK = ("File ", "Graph execution error", "Detected at node", "[[{{node", "<stack traces")

@@ -97,8 +97,8 @@ def _sources_without_file() -> dict[str, list[str]]:
 
     Tracebacks show them, and AutoGraph reads them.
     """
-    known = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4}
-    return {name: lines for name, lines in known.items() if not os.path.exists(name)}
+    sources = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4}
+    return {name: lines for name, lines in sources.items() if not os.path.exists(name)}
 
 
 # Parts that cannot be pickled.
@@ -186,8 +186,8 @@ def _parts_of(name: str, where: str, value: Any) -> Iterator[tuple[str, str, Any
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{i}]", where, part) for i, part in enumerate(value))
     elif all(getattr(type(value), n, None) is getattr(object, n, None) for n in _OF_PICKLE):
-        own = getattr(value, "__dict__", {})
-        yield from ((f"{name}.{attribute}", where, part) for attribute, part in own.items())
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f"{name}.{attribute}", where, part) for attribute, part in attributes.items())
 
 
 def _variables_of(function: types.FunctionType) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def main(folder: Path) -> int:
         raise ConfigError(
             f"Could not find the job's file in the working folder. Received: no {folder / FILE} "
             f"on host {socket.gethostname()}. Call tfscale.run in a folder that all hosts share: "
-            "see docs/several-hosts.md."
+            "see 'Several hosts' in the documentation."
         ) from error
     with file:
         _surround(pickle.load(file), rank)

@@ -26,7 +26,7 @@ _WRITING = {
 # What all ranks must call, wherever it stands.
 _OF_ALL = {"fit", "train_on_batch"}
 _BY_HAND = {
-    "train_on_batch": "give each rank its rows of the batch (docs/data.md)",
+    "train_on_batch": "give each rank its rows of the batch ('Data' in the documentation)",
     "GradientTape": "use tfscale.DistributedGradientTape and tfscale.broadcast_variables",
     "BackupAndRestore": "use tfscale.callbacks.BackupAndRestore",
     "BatchNormalization": "uses the samples of one rank; for those of all ranks use "
@@ -166,7 +166,10 @@ class _Script:
         if "x" in arguments and "y" in arguments:
             self._slice(call, arguments)
         else:
-            text = "fit: each rank trains on all of this data; give it GlobalBatches (docs/data.md)"
+            text = (
+                "fit: each rank trains on all of this data; give it GlobalBatches ('Data' in the "
+                "documentation)"
+            )
             self._note(call, text)
         synchronize = "tfscale.callbacks.Synchronize()"
         callbacks, verbose = arguments.get("callbacks"), arguments.get("verbose")
@@ -194,7 +197,10 @@ class _Script:
         if "validation_split" in text:
             statement = self._statement_of(call)
             if statement is None or isinstance(arguments["x"], ast.List | ast.Tuple | ast.Dict):
-                self._note(call, "fit: cut the arrays instead of validation_split (docs/data.md)")
+                self._note(
+                    call,
+                    "fit: cut the arrays instead of validation_split ('Data' in the documentation)",
+                )
                 return
             part, at = "[:n_trained]", self._edits.span(statement)[0]
             count = f"n_trained = int(len({text['x']}) * (1 - {text['validation_split']}))"
@@ -281,7 +287,8 @@ class _Script:
             raise ConfigError(
                 "tfscale convert takes a script for one process that imports Keras or TensorFlow "
                 f"at its top and calls compile and fit. Received: {self._name}, which does not, or "
-                "imports tfscale or Horovod. See docs/tutorial.md and docs/from-horovod.md."
+                "imports tfscale or Horovod. See 'First training' and 'From Horovod' in the "
+                "documentation."
             )
         end = self._edits.span(last)[1]
         keras = "\nimport keras" if self._needs_keras_name else ""

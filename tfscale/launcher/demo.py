@@ -73,8 +73,8 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
 
 def _demo(options: argparse.Namespace) -> int:
     require(options.size >= 2, "-np", "2 or more", options.size)
-    known = f"in [{_LEAST_S:g}, {_MOST_S:g}]"
-    require(_LEAST_S <= options.seconds <= _MOST_S, "--seconds", known, options.seconds)
+    allowed = f"in [{_LEAST_S:g}, {_MOST_S:g}]"
+    require(_LEAST_S <= options.seconds <= _MOST_S, "--seconds", allowed, options.seconds)
     if options.svg and not os.access(Path(options.svg).absolute().parent, os.W_OK):
         raise ConfigError(
             f"--svg must name a file in a folder that can be written. Received: {options.svg}. "

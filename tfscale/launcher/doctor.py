@@ -200,8 +200,8 @@ def self_test(mpi: mpi_command.Mpi, environ: Mapping[str, str], timeout_s: float
     remedy = "see the message; tfscale run --dry-run shows the command that starts ranks"
     command, is_root = (sys.executable, "-c", _SELF_TEST), os.geteuid() == 0
     spec = mpi_command.LaunchSpec(command, 2, is_root=is_root, n_cores=count_cores())
-    given = mpi_command.allocation_variables(spec, mpi, environ)
-    job, marked = mpi_command.new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **given, **environ})
+    allocation = mpi_command.allocation_variables(spec, mpi, environ)
+    job, marked = mpi_command.new_job({"TF_CPP_MIN_LOG_LEVEL": "3", **allocation, **environ})
     marked |= {"CUDA_VISIBLE_DEVICES": "-1", **mpi_command.thread_variables(spec, environ)}
     try:
         done = mpi_command.run_within(timeout_s, mpi_command.build_command(spec, mpi), marked)

@@ -49,7 +49,7 @@ _OPTIONS, _END = "options.json", "end.json"
 _DEFAULT_SIZE = 4
 _CLUSTER = "Name the hosts that are reserved for the job, a job does not grow."
 _SSH = "Write it into ~/.ssh/config."
-_MPI = "Set a variable of the MPI, by env={...}: see docs/operations.md."
+_MPI = "Set a variable of the MPI, by env={...}: see 'Unattended jobs' in the documentation."
 # Arguments of horovod.run that have another name here, are not needed, or are refused.
 _RENAMED = {
     "num_proc": "np",
@@ -197,8 +197,8 @@ def call_on_ranks(
         nodes: Where ranks start, instead of hosts that share the working folder.
     """
     _require_no_rank()
-    known = inspect.signature(run).parameters.values()
-    options = {p.name: p.default for p in known if p.default is not p.empty}
+    parameters = inspect.signature(run).parameters.values()
+    options = {p.name: p.default for p in parameters if p.default is not p.empty}
     for name in ("args", "kwargs"):
         del options[name]
     horovod = _read_horovod({n: v for n, v in arguments.items() if n not in options})
@@ -297,8 +297,8 @@ def _run_starter(folder: Path, is_terminal: bool, start_in: str | None) -> tuple
     environ = dict(environment())
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     path = environ.get("PYTHONPATH", "").split(os.pathsep)
-    found = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *path)
-    if package not in (*found, site.getusersitepackages()):  # found by the caller's sys.path only
+    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *path)
+    if package not in (*folders, site.getusersitepackages()):  # found by the caller's sys.path only
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, *path]))
     if is_terminal and sys.stdout is not None and sys.stdout.isatty():
         environ[TERMINAL_VARIABLE] = "1"

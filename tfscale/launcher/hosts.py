@@ -127,7 +127,7 @@ def check_hosts(
         listed = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
         raise ConfigError(
             "-H must name hosts that start ranks, by ssh without a password. Received: "
-            f"{len(faults)} that cannot:{listed}\nSee docs/several-hosts.md."
+            f"{len(faults)} that cannot:{listed}\nSee 'Several hosts' in the documentation."
         )
 
 
@@ -201,7 +201,7 @@ class StartWatch:
         ranks = f"rank{'s' if len(named) > 1 else ''} {_listed(map(str, named))}"
         if hosts:
             who = f"host{'s' if len(hosts) > 1 else ''} {_listed(hosts)} ({ranks})"
-            return who, f"Try: {_TRY.format(host=hosts[0])} (docs/several-hosts.md)."
+            return who, f"Try: {_TRY.format(host=hosts[0])} ('Several hosts' in the documentation)."
         if self._spec.is_slurm:
             return ranks, "srun may wait for nodes, or for another step: see squeue --steps."
         return ranks, "See the launcher's messages above; `tfscale doctor` tests the start."

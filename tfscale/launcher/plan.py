@@ -94,6 +94,11 @@ def _find_table(options: argparse.Namespace) -> LayerTable:
     return read_layers(model, read_input_shape(options.input_shape))
 
 
+def _tell(n_ranks: int, progress: str = "") -> None:
+    """Say what is computed now: a large model on many ranks takes a minute."""
+    sys.stderr.write(f"Planning for {n_ranks} rank{'s' if n_ranks > 1 else ''}{progress} ...\n")
+
+
 def _plan(options: argparse.Namespace) -> int:
     if options.explain is not None and (options.explain < 1 or options.output):
         raise ConfigError(
@@ -115,10 +120,14 @@ def _plan(options: argparse.Namespace) -> int:
             _find_table(options), machine, options.explain or 1, options.global_batch, options.slots
         )
         if options.explain:
+            _tell(options.explain)
             sys.stdout.write(explain(scenario, choose(scenario)))
             return 0
         ranks = read_numbers(options.ranks, "--ranks")
-        points = forecast(scenario, ranks, options.groups, options.interval)
+        points = []
+        for number, n_ranks in enumerate(ranks, 1):
+            _tell(n_ranks, f" ({number} of {len(ranks)})")
+            points += forecast(scenario, [n_ranks], options.groups, options.interval)
     except ValueError as error:  # a PlanError, or of Keras; the command line reports ConfigError
         raise ConfigError(str(error)) from error
     text = report(scenario, points)

@@ -203,9 +203,10 @@ def describe_training(reports: Sequence[Report]) -> str:
         auto = "" if exchange in ("auto", "mixed") else 'exchange="auto" (--exchange auto), '
         advice = f"{auto}compression=tfscale.Compression.bf16, larger batches"
     return (
-        f"tfscale: {100 * waiting:.0f} % of the last steps was waiting for communication; a step "
-        f"exchanges {shown} MB.\n"
-        f"tfscale: what to try next: {advice} (docs/which-exchange.md, `tfscale tune`).\n"
+        f"tfscale: the last steps spent {100 * waiting:.0f} % of their time waiting for "
+        f"communication; a step exchanges {shown} MB.\n"
+        f"tfscale: what to try next: {advice}. See 'Which exchange' in the documentation, and "
+        "`tfscale tune`.\n"
     )
 
 
@@ -419,7 +420,7 @@ class ReportReader(threading.Thread):
                 text = (
                     f"all ranks called tfscale.init(), but hosts {_listed(hosts)} cannot reach "
                     "each other. Open the ports between them (firewall), or name the network that "
-                    "MPI is to use: see docs/operations.md."
+                    "MPI is to use: see 'Unattended jobs' in the documentation."
                 )
         return f"tfscale: {text}\n"
 

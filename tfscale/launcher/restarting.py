@@ -42,12 +42,12 @@ def check_rule(rule: RestartRule, spec: mpi_command.LaunchSpec) -> None:
         )
     if rule.min_ranks is None:
         return
-    known = f"in [1, {spec.size}], the number of ranks"
-    require(1 <= rule.min_ranks <= spec.size, "--min-np", known, rule.min_ranks)
+    allowed = f"in [1, {spec.size}], the number of ranks"
+    require(1 <= rule.min_ranks <= spec.size, "--min-np", allowed, rule.min_ranks)
     if spec.is_slurm:
         raise ConfigError(
             "--min-np excludes --slurm. Received: --min-np with --slurm. Leave it out, and let "
-            "Slurm requeue the job where a host is lost, see docs/operations.md."
+            "Slurm requeue the job where a host is lost: see 'Slurm' in the documentation."
         )
 
 
@@ -136,7 +136,8 @@ class Job:
         """
         check_rule(rule, spec)
         variables = {**environ, **(spec.environment or {})}
-        self._is_quiet = not is_verbose and not variables.get(_LOG_LEVEL)
+        self._log_level = variables.get(_LOG_LEVEL)
+        self._is_quiet = not is_verbose and self._log_level != "0"
         self._closes, self._ask_places = closes, ask_places
         self._start_s = setting("start_s", variables)
         self._spec, self._mpi, self._rule, self._environ = spec, mpi, rule, environ
@@ -170,7 +171,7 @@ class Job:
         threads |= mpi_command.loopback_variables(spec, self._mpi, present)
         threads |= mpi_command.allocation_variables(spec, self._mpi, present)
         ours = {RESTART_VARIABLE: str(self.n_restarts)}
-        if self._is_quiet:
+        if self._is_quiet and not self._log_level:
             ours[_LOG_LEVEL] = "1"
         if mpi_command.has_other_hosts(spec, present):
             ours[BEAT_VARIABLE] = "1"

@@ -182,8 +182,8 @@ class GroupAverage:
         A fixed interval is the program's, not that of the earlier run.
         """
         interval = self.interval.numpy()
-        known = self.variables[: len(values)]
-        for variable, value in zip(known, values, strict=True):
+        restored = self.variables[: len(values)]
+        for variable, value in zip(restored, values, strict=True):
             variable.assign(value)
         if not isinstance(self._strategy.interval, AdaptiveInterval | GrowingInterval):
             self.interval.assign(interval)
@@ -228,8 +228,8 @@ class GroupAverage:
         every op that does not depend on the batch. Tied to a local gradient, which needs a batch
         but no other rank, the counter does not count a step without data.
         """
-        own = [values_of(g) for g in gradients if g is not None][-1:]
-        with tf.control_dependencies([] if tf.executing_eagerly() else own):
+        local_gradient = [values_of(g) for g in gradients if g is not None][-1:]
+        with tf.control_dependencies([] if tf.executing_eagerly() else local_gradient):
             self._count_update(reduced)
 
     def _count_update(self, reduced: Reduced) -> None:
@@ -334,8 +334,8 @@ class GroupAverage:
 
     def _by_layer(self, part: Sequence[int], squares: Any) -> tf.Tensor:
         names = [owner_of(self._wholes[id(self.targets[i])].path) for i in part]
-        places = {name: place for place, name in enumerate(self.layers)}
-        numbers = tf.constant([places[name] for name in names], tf.int32)
+        layer_numbers = {name: number for number, name in enumerate(self.layers)}
+        numbers = tf.constant([layer_numbers[name] for name in names], tf.int32)
         squares = tf.convert_to_tensor(squares, tf.float64)
         return tf.math.unsorted_segment_sum(squares, numbers, len(self.layers))
 
@@ -453,8 +453,10 @@ def mean_over(
     packed = [compression.compress(value) for value in values]
     means: dict[int, tf.Tensor] = {}
     for dtype in dict.fromkeys(p.dtype for p, _ in packed):
-        places = [i for i, (p, _) in enumerate(packed) if p.dtype == dtype]
-        own = [packed[i][0] for i in places]
-        some = runtime.backend().allreduce(own, call, Reduction(postscale=1.0 / group.size))
-        means.update(zip(places, some, strict=True))
+        indices = [i for i, (p, _) in enumerate(packed) if p.dtype == dtype]
+        compressed = [packed[i][0] for i in indices]
+        means_of_dtype = runtime.backend().allreduce(
+            compressed, call, Reduction(postscale=1.0 / group.size)
+        )
+        means.update(zip(indices, means_of_dtype, strict=True))
     return [compression.decompress(means[i], context) for i, (_, context) in enumerate(packed)]

@@ -69,8 +69,8 @@ class Groups:
 def local_ranks() -> list[int]:
     """Return each rank's number among the ranks of its host. Collective."""
     per_host = settings().ranks_per_host
-    own = runtime.rank() % per_host if per_host else runtime.local_rank()
-    return objects.allgather_object(own, name="local ranks")
+    local_rank = runtime.rank() % per_host if per_host else runtime.local_rank()
+    return objects.allgather_object(local_rank, name="local ranks")
 
 
 def _require_plain(optimizer: Any, rule: Any) -> None:

@@ -196,8 +196,8 @@ class OverlappedAverage(GroupAverage):
 
     def _post_report(self) -> None:
         call = Call(runtime.world(), "posted distances of models")
-        own = self._report(self._squares.value())
-        runtime.backend().post_allreduce([own], [self._reported], call, Reduction())
+        report_here = self._report(self._squares.value())
+        runtime.backend().post_allreduce([report_here], [self._reported], call, Reduction())
         self._squares.assign(tf.zeros_like(self._squares))
         self._has_report.assign(True)
 

@@ -312,8 +312,8 @@ def find_waits(record: RankRecord, window: Window) -> Waits:
         is_first = is_inside & (slots >= 0) & (record.events["plan"] != EAGER)
         begin, end = inputs[0]
         inputs[0] = (begin, min([end, *posted[is_first].tolist()]))
-    known = Intervals(inputs)
-    return Waits(inputs, [part for wait in merged(forward) for part in known.without(*wait)])
+    input_times = Intervals(inputs)
+    return Waits(inputs, [part for wait in merged(forward) for part in input_times.without(*wait)])
 
 
 def _shared_key(step: int, key: Key, names: Mapping[Key, str]) -> Shared:

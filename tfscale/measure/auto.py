@@ -153,8 +153,8 @@ def table_of(model: keras.Model) -> LayerTable:
 def _n_slots(model: keras.Model) -> int:
     """Return the number of values of optimizer state per parameter."""
     state = model.optimizer.memory_report()["complete_state"]
-    own = sum(math.prod(v.shape) * v.value.dtype.size for v in model.trainable_variables)
-    return round(state / max(own, 1))
+    weight_bytes = sum(math.prod(v.shape) * v.value.dtype.size for v in model.trainable_variables)
+    return round(state / max(weight_bytes, 1))
 
 
 def _measure(
@@ -235,8 +235,10 @@ class AutoWatch(Watch):
     def _allowed(self, model: keras.Model, batch: int | None) -> tuple[Kind, ...]:
         """Return the kinds of exchange the model allows, equal on all ranks. Collective."""
         swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in self._callbacks)
-        own = "SwapEMAWeights reads whole averages" if swaps else self._why_uncut(model)
-        reasons = [r for r in objects.allgather_object(own, name="why parameters stay whole") if r]
+        reason = "SwapEMAWeights reads whole averages" if swaps else self._why_uncut(model)
+        reasons = [
+            r for r in objects.allgather_object(reason, name="why parameters stay whole") if r
+        ]
         kinds: list[Kind] = ["allreduce"]
         if reasons:
             logger.info("Parameters are not sharded: %s.", reasons[0])

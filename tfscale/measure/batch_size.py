@@ -123,8 +123,8 @@ def _gradient_of(model: keras.Model) -> Any:
             loss = model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weight, training=True)
         variables = [v.value for v in model.trainable_variables]
         zero = tf.UnconnectedGradients.ZERO
-        found = tape.gradient(loss, variables, unconnected_gradients=zero)
-        parts = [tf.cast(tf.convert_to_tensor(g), tf.float64) for g in found]
+        of_batch = tape.gradient(loss, variables, unconnected_gradients=zero)
+        parts = [tf.cast(tf.convert_to_tensor(g), tf.float64) for g in of_batch]
         return tf.concat([tf.reshape(part, [-1]) for part in parts], axis=0)
 
     return gradient

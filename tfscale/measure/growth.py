@@ -106,20 +106,29 @@ class Finding(NamedTuple):
     reason: str
 
 
-def find_interval(thetas: Sequence[float], rule: IntervalRule) -> Finding | None:
-    """Return the interval if it is found with the last of the `thetas` of all epochs so far."""
+def find_interval(thetas: Sequence[float], rule: IntervalRule, n_before: int = 0) -> Finding | None:
+    """Return the interval if it is found with the last of the `thetas` of all epochs so far.
+
+    `n_before` is the number of epochs before the first of them. Reasons count epochs with these,
+    from 1, as Keras prints them.
+    """
     if rule.rule == "thesis":
-        return _find_unchanged(thetas, rule.tolerance, 1)
+        return _find_unchanged(thetas, rule.tolerance, 1, n_before)
     if rule.rule == "peak":
-        peak = _find_peak(thetas)
+        peak = _find_peak(thetas, n_before)
     else:
         are_usable = all(map(_is_usable, thetas[-1 - _CONFIRMATIONS :]))
-        peak = _find_unchanged(thetas, rule.tolerance, _CONFIRMATIONS) if are_usable else None
+        peak = None
+        if are_usable:
+            peak = _find_unchanged(thetas, rule.tolerance, _CONFIRMATIONS, n_before)
     n, low, high = len(thetas), rule.low, rule.high
     if peak is None:
         if high is None or n < high:
             return None
-        return Finding(high, f"theta still changes at epoch {n}, the largest interval")
+        text = (
+            f"theta still changes in epoch {n_before + n}; {high} is the largest interval allowed"
+        )
+        return Finding(high, text)
     interval = max(low, peak.interval if high is None else min(high, peak.interval))
     if interval == peak.interval:
         return peak
@@ -131,26 +140,29 @@ def _is_usable(theta: float) -> bool:
     return math.isfinite(theta) and theta > 0
 
 
-def _find_unchanged(thetas: Sequence[float], tolerance: float, n_changes: int) -> Finding | None:
+def _find_unchanged(
+    thetas: Sequence[float], tolerance: float, n_changes: int, n_before: int
+) -> Finding | None:
     """Return the last epoch if the last `n_changes` changes are small."""
     pairs = list(itertools.pairwise(thetas))[-n_changes:]
     if len(pairs) < n_changes or not all(abs(b - a) <= tolerance * abs(a) for a, b in pairs):
         return None
     old, new = pairs[-1]
     n, change = len(thetas), abs(new - old) / abs(old) if old else 0.0
+    where = f"in epoch {n_before + n}"
     if n_changes == 1:
-        return Finding(n, f"theta changed by {change:.1%} in epoch {n}")
+        return Finding(n, f"theta changed by {change:.1%} {where}")
     text = f"theta changed by at most {tolerance:.0%} in each of the last {n_changes} epochs"
-    return Finding(n, f"{text} ({change:.1%} in epoch {n})")
+    return Finding(n, f"{text} ({change:.1%} {where})")
 
 
-def _find_peak(thetas: Sequence[float]) -> Finding | None:
+def _find_peak(thetas: Sequence[float], n_before: int) -> Finding | None:
     usable = [theta if _is_usable(theta) else -math.inf for theta in thetas]
     best = max(usable)
     peak = usable.index(best) + 1
     if best == -math.inf or len(usable) - peak < _CONFIRMATIONS:
         return None
-    return Finding(peak, f"theta peaked at {best:.4g} in epoch {peak}")
+    return Finding(peak, f"theta peaked at {best:.4g} in epoch {n_before + peak}")
 
 
 # The decisions
@@ -272,20 +284,21 @@ class GrowthControl:
         """
         if self.first_epoch is None:
             self.first_epoch = epoch
-        n = epoch - self.first_epoch + 1 - self.settings.warmup_epochs
+        n_before = self.first_epoch + self.settings.warmup_epochs
+        n = epoch + 1 - n_before
         theta = theta_of(measures.first_cost, measures.cost, measures.distance)
         reasons: list[str] = []
         if n >= 1:
             self.costs = [*self.costs, measures.cost][-2 * self.settings.window :]
-            reasons += self._look_for_interval(n, theta)
+            reasons += self._look_for_interval(n, theta, n_before)
             reasons += self._decay(epoch) or self._grow(n, measures)
         return Decision(self.batch_size, self.rate_scale, theta, self.interval, tuple(reasons))
 
-    def _look_for_interval(self, n: int, theta: float) -> list[str]:
+    def _look_for_interval(self, n: int, theta: float, n_before: int) -> list[str]:
         if self.interval is not None or self.settings.signal != "theta":
             return []
         self.thetas.append(theta)
-        finding = find_interval(self.thetas, self.settings.rule)
+        finding = find_interval(self.thetas, self.settings.rule, n_before)
         if finding is None:
             return []
         self.interval = finding.interval
@@ -318,7 +331,7 @@ class GrowthControl:
             return f"the gradient noise scale is {measures.noise_scale:.4g} samples"
         if self.interval is None or passed % self.interval:
             return ""
-        return f"end of epoch {n}, interval {self.interval}"
+        return f"the interval is {self.interval} epoch{'s' if self.interval > 1 else ''}"
 
     def _decay(self, epoch: int) -> list[str]:
         why = self._decay_due(epoch)
@@ -338,7 +351,9 @@ class GrowthControl:
         """Return the reason if the learning rate decays now, else an empty text."""
         settings = self.settings
         if settings.decay_epochs:
-            return f"epoch {epoch + 1} is due" if epoch + 1 in settings.decay_epochs else ""
+            if epoch + 1 not in settings.decay_epochs:
+                return ""
+            return f"decay_epochs has {epoch + 1}, which Keras prints as epoch {epoch + 2}"
         window = settings.window
         if settings.saturation is None or self.next_size is not None:
             return ""

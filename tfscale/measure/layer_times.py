@@ -69,9 +69,9 @@ def _measure_gradients(
         rows = global_batch * layer.rows
         timed = min(rows, max(n_ranks, _MOST_VALUES // sum(layer.dense or (1, 0))))
         objects.allgather_object(None, name="all ranks begin")
-        own = _gradient_times(layer, timed, n_ranks)
-        every = objects.allgather_object(own, name="times of gradients")
-        slowest = np.max(every, axis=0) * rows / timed
+        times_here = _gradient_times(layer, timed, n_ranks)
+        times_by_rank = objects.allgather_object(times_here, name="times of gradients")
+        slowest = np.max(times_by_rank, axis=0) * rows / timed
         times_by_layer[layer.name] = (float(rows), *map(float, slowest))
     return times_by_layer
 
@@ -97,9 +97,11 @@ def collective_s(run: Callable[[], Any], members: ProcessSet = global_process_se
         run()
     events = listener.take()
     listener.close()
-    own = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
-    every = objects.allgather_object(own, process_set=members, name="times of messages")
-    return statistics.median(map(min, zip(*every, strict=True)))
+    times_here = [float(e["ended_ns"] - e["started_ns"]) / 1e9 for e in events if e["slot"] >= 0]
+    times_by_rank = objects.allgather_object(
+        times_here, process_set=members, name="times of messages"
+    )
+    return statistics.median(map(min, zip(*times_by_rank, strict=True)))
 
 
 _SHORT, _LONG = 2**10, 2**20  # values

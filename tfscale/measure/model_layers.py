@@ -60,8 +60,8 @@ def read_layers(model: keras.Model, input_shape: Sequence[int] | None = None) ->
         layers[id(layer)] = made
     loose = [v for v in model.trainable_variables if id(v) not in owned]
     extra = Layer(model.name, tuple((v.path, math.prod(v.shape)) for v in loose))
-    own = [extra] if loose else []
-    return LayerTable(model.name, merge_small((*own, *layers.values())))
+    of_model = [extra] if loose else []
+    return LayerTable(model.name, merge_small((*of_model, *layers.values())))
 
 
 def inputs_of(model: keras.Model, input_shape: Sequence[int] | None = None) -> Any:
@@ -125,14 +125,15 @@ def _layer(layer: Any, before: Any, after: Any) -> Layer:
 
 def _shapes(tensors: Any) -> list[tuple[int, ...]]:
     """Return shapes of one sample; dimensions unknown in tracing count as 1."""
-    found = [t.shape for t in keras.tree.flatten(tensors) if hasattr(t, "shape")]
-    return [tuple(1 if n is None else n for n in tuple(shape)[1:]) for shape in found]
+    shapes = [t.shape for t in keras.tree.flatten(tensors) if hasattr(t, "shape")]
+    return [tuple(1 if n is None else n for n in tuple(shape)[1:]) for shape in shapes]
 
 
 def _flops(layer: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> float:
     """Return operations per sample: each matrix is applied at each position, time included."""
     name = type(layer).__name__
-    # A recurrent layer may keep states, which are matrices but not weights; its cell has none.
+    # Weights of a recurrent layer include its states, which are matrices too; those of its cell do
+    # not.
     cell = getattr(layer, "cell", None)
     owner = cell if isinstance(cell, keras.Layer) else layer
     n_weights = sum(math.prod(v.shape) for v in owner.weights if len(v.shape) > 1)

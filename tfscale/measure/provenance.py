@@ -54,6 +54,6 @@ def _commit(root: Path = _ROOT) -> str:
 def _machine() -> str:
     cores = count_cores()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    model = found[1] if found else platform.machine()
+    match = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = match[1] if match else platform.machine()
     return f"{cores} cores ({model}), {memory:.0f} GiB"

@@ -177,8 +177,8 @@ def _draw_report(rows: Sequence[Row], path: Path) -> None:
 
 def _typical_step(steps: Sequence[Row]) -> tuple[int, int]:
     """Return epoch and number of the step with the median time on rank 0."""
-    own = sorted((s for s in steps if s["rank"] == 0), key=lambda s: s["step_s"])
-    middle = own[len(own) // 2]
+    steps_of_rank_0 = sorted((s for s in steps if s["rank"] == 0), key=lambda s: s["step_s"])
+    middle = steps_of_rank_0[len(steps_of_rank_0) // 2]
     return middle["epoch"], middle["step"]
 
 
@@ -199,7 +199,8 @@ def draw_step(axes: Any, rows: Sequence[Row], epoch_and_step: tuple[int, int]) -
             ticks.append((position, f"{_short(slot['name'])}, {_size(slot['bytes'])}"))
         position -= 1.6
     axes.set_yticks([at for at, _ in ticks], [text for _, text in ticks], fontsize=7)
-    axes.set_xlabel(f"ms since the begin of step {epoch_and_step[1]} of epoch {epoch_and_step[0]}")
+    epoch, number = epoch_and_step
+    axes.set_xlabel(f"ms since the begin of step {number} of epoch {epoch + 1}")
     axes.grid(axis="x", alpha=0.3)
     _legend(axes)
 
@@ -243,8 +244,8 @@ def _legend(axes: Any) -> None:
         "posted, not started": _QUEUED,
     }
     handles = [Patch(color=color, label=label) for label, color in shown.items()]
-    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(handles=handles, ncols=4, fontsize=7, frameon=False, **place)
+    above_axes = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=handles, ncols=4, fontsize=7, frameon=False, **above_axes)
 
 
 def _draw_shares(axes: Any, steps: Sequence[Row]) -> None:

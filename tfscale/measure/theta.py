@@ -17,8 +17,8 @@ Row = dict[str, Any]
 
 def peak_of(rows: Sequence[Row]) -> Row | None:
     """Return the record with the largest theta; None if there is none with a number."""
-    known = [row for row in rows if row["theta"] is not None and math.isfinite(row["theta"])]
-    return max(known, key=lambda row: row["theta"], default=None)
+    finite = [row for row in rows if row["theta"] is not None and math.isfinite(row["theta"])]
+    return max(finite, key=lambda row: row["theta"], default=None)
 
 
 def write_report(directory: str | Path) -> str:
@@ -50,9 +50,12 @@ def _page(rows: Sequence[Row]) -> str:
     thetas = [math.nan if theta is None else theta for theta in ends.values()]
     body = []
     for rule in get_args(Rule):
-        found = (find_interval(thetas[:n], IntervalRule(rule)) for n in range(1, len(thetas) + 1))
-        first = next(((n, f) for n, f in enumerate(found, 1) if f is not None), None)
-        shown = ("-", "not found") if first is None else (first[1].interval, first[1].reason)
+        findings = (
+            find_interval(thetas[:n], IntervalRule(rule), min(ends))
+            for n in range(1, len(thetas) + 1)
+        )
+        first = next((finding for finding in findings if finding is not None), None)
+        shown = ("-", "not found") if first is None else (first.interval, first.reason)
         body.append([rule, *shown])
     lines += ["", "Intervals in epochs that the rules of `AdaptiveBatchSize` find:", ""]
     return "\n".join([*lines, *grid(["rule", "interval", "reason"], body, ("rule", "reason")), ""])

@@ -383,6 +383,6 @@ def build(output: Path, objects: Path, mpicxx: str | None = None) -> tuple[Path,
     """
     toolchain, tensorflow = compiler.find_toolchain(mpicxx), compiler.find_tensorflow(objects)
     target = compiler.target_of(tensorflow.version)
-    place = output / f"{ENGINE}-{toolchain.find_soname()}"
-    engine = compiler.build_engine(place, objects, toolchain)
+    folder = output / f"{ENGINE}-{toolchain.find_soname()}"
+    engine = compiler.build_engine(folder, objects, toolchain)
     return engine, compiler.build_ops(output / f"{OPS}-{target}", objects, tensorflow, engine)

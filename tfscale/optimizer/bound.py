@@ -307,7 +307,7 @@ class Bound:
         if shards is None:
             return
         has_averages = self.rule.use_ema or self.average is not None
-        updated = None if has_averages else {shards.place(variable) for variable in trained}
+        updated = None if has_averages else {shards.position(variable) for variable in trained}
         for variable in (
             shards.variables[i] for b in shards.buckets_with(updated) for i in b.indices
         ):
@@ -326,7 +326,7 @@ class Bound:
         if shards is None:
             self.optimizer.finalize_variable_values(variables)
         elif has_averages:
-            targets = [shards.targets[shards.place(v)] for v in variables]
+            targets = [shards.targets[shards.position(v)] for v in variables]
             self.optimizer.finalize_variable_values(targets)
             self.executor.publish()
         else:

@@ -593,8 +593,8 @@ def distributed_of(optimizer: Any) -> DistributedOptimizer | None:
 
 def distributed_optimizers(model: keras.Model | None) -> list[DistributedOptimizer]:
     """List the distributed optimizers of a model, in the order of `optimizers_of`."""
-    found = [] if model is None else [distributed_of(o) for o in internals.optimizers_of(model)]
-    return [optimizer for optimizer in found if optimizer is not None]
+    wrapped = [] if model is None else [distributed_of(o) for o in internals.optimizers_of(model)]
+    return [optimizer for optimizer in wrapped if optimizer is not None]
 
 
 def process_set_of(model: Any) -> ProcessSet:
@@ -638,8 +638,8 @@ def differing_variables(optimizer: Any) -> list[Any]:
 def sharded_states(model: keras.Model) -> list[KeptState | KeptTables]:
     """Return the complete state of each optimizer whose state the ranks share, and tables."""
     optimizers = distributed_optimizers(model)
-    found = [kept for o in optimizers for kept in (o.bound.kept, o.tables)]
-    return [kept for kept in found if kept is not None]
+    kept_states = [kept for o in optimizers for kept in (o.bound.kept, o.tables)]
+    return [kept for kept in kept_states if kept is not None]
 
 
 def accumulators(model: keras.Model | None) -> list[Accumulator]:

@@ -62,8 +62,10 @@ class OptimizerState:
     def trained(self, scope: Scope) -> list[int | None]:
         """Return the places of the weights that it was built on; None for other variables."""
         rule, places = update_rule(self.optimizer), scope.places
-        known = trained_by(rule) if self.distributed is None else self.distributed.bound.variables
-        return [places.get(id(variable)) for variable in known]
+        variables = (
+            trained_by(rule) if self.distributed is None else self.distributed.bound.variables
+        )
+        return [places.get(id(variable)) for variable in variables]
 
     def build(self, scope: Scope, places: Sequence[int | None]) -> None:
         """Build it on the weights at some places, as Keras does in the first step only.

@@ -138,7 +138,7 @@ def warn_of_sums(rule: Any, gradients: Sequence[Any]) -> None:
         logger.warning(
             "tfscale adds up the gradients of an index that occurs repeatedly (Embedding), on one "
             "process as on several. Keras alone gives them to %s one by one, with other results: "
-            "see docs/exchanges.md, 'Sparse gradients'.",
+            "see 'Exchanges', section 'Sparse gradients', in the documentation.",
             name,
         )
 
@@ -155,8 +155,8 @@ def are_finite(gradients: Sequence[Any], group: Group | None = None) -> tf.Tenso
     if group is None:
         return flag
     call = Call(group, "are gradients finite")
-    own = tf.cast(flag, tf.int32)
-    (least,) = runtime.backend().allreduce([own], call, Reduction(ReduceOp.MIN))
+    flag_here = tf.cast(flag, tf.int32)
+    (least,) = runtime.backend().allreduce([flag_here], call, Reduction(ReduceOp.MIN))
     return tf.cast(least, tf.bool)
 
 
@@ -177,7 +177,7 @@ class Parts:
         tables = [v for v in variables if isinstance(v, TableRows) and group.size > 1]
         at = {id(v): len(pieces) + i for i, v in enumerate(tables)}
         place_of = (
-            {} if shards is None else {id(v): pieces.get(shards.place(v), -1) for v in variables}
+            {} if shards is None else {id(v): pieces.get(shards.position(v), -1) for v in variables}
         )
         self.places = [at.get(id(v), place_of.get(id(v), -1)) for v in variables]
         self.n_places, self.are_any = len(pieces) + len(tables), shards is not None or bool(tables)

@@ -80,12 +80,12 @@ class KeptState:
     @property
     def parts(self) -> list[Any]:
         """The optimizer's variables of which this rank holds a part."""
-        return [variable for variable, place in self._placed() if place >= 0]
+        return [variable for variable, target in self._placed() if target >= 0]
 
     @property
     def shared(self) -> frozenset[int]:
         """Indices of the variables of which each rank has a part, perhaps an empty one."""
-        return frozenset(i for i, (_, place) in enumerate(self._placed()) if place >= 0)
+        return frozenset(i for i, (_, target) in enumerate(self._placed()) if target >= 0)
 
     def own_parts(self) -> dict[int, tuple[Any, tuple[int, int] | None]]:
         """Map the index of each variable of which this rank holds a part to variable and range.
@@ -163,8 +163,8 @@ class KeptState:
             for i, (variable, target) in enumerate(pairs)
             if self._shards.is_whole(target) and self._shards.owned(target)
         }
-        every = objects.allgather_object(shapes_here, "shapes of slots", self.process_set)
-        return {i: shape for shapes in every for i, shape in shapes.items()}
+        shapes_by_rank = objects.allgather_object(shapes_here, "shapes of slots", self.process_set)
+        return {i: shape for shapes in shapes_by_rank for i, shape in shapes.items()}
 
     def _gather(self, slot: Any, target: int) -> np.ndarray:
         flat = tf.reshape(slot.value, [-1])
@@ -209,7 +209,7 @@ class KeptState:
             )
         # Learning rate and loss scale may have changed since; every rank has the present value.
         kept = zip(self._placed(), self._arrays, strict=True)
-        return [v.numpy() if place < 0 else value for (v, place), value in kept]
+        return [v.numpy() if target < 0 else value for (v, target), value in kept]
 
     # Loading
 
@@ -259,8 +259,10 @@ class KeptState:
         ranks = process_set.group().ranks
         root = root_rank if root_rank in ranks else ranks[0]
         loaded = self._loaded[1] if self._loaded and self._loaded[0] == self._version() else None
-        every = objects.allgather_object(loaded is not None, "who loaded a state", process_set)
-        loaders = [rank for rank, has in zip(ranks, every, strict=True) if has]
+        has_loaded_by_rank = objects.allgather_object(
+            loaded is not None, "who loaded a state", process_set
+        )
+        loaders = [rank for rank, has in zip(ranks, has_loaded_by_rank, strict=True) if has]
         if not loaders:
             return
         if root not in loaders:
@@ -319,8 +321,8 @@ class Slots:
     def restored(self, saved: SavedStates) -> None:
         """Restore exact weights, all of them if they are not rounded now, and the variables."""
         masters = self._masters(saved.scope)
-        known = {name for rank in range(saved.size) for name in saved.of(rank).entries["ranges"]}
-        for name in (name for name in known if name.startswith(_MASTER)):
+        names = {name for rank in range(saved.size) for name in saved.of(rank).entries["ranges"]}
+        for name in (name for name in names if name.startswith(_MASTER)):
             weight = saved.scope.weights[int(name.removeprefix(_MASTER))]
             variable, held = masters.get(name, (weight, None))
             _assign(variable, held, saved, name)

@@ -22,6 +22,8 @@ _BITS["low_rank"] = 32
 _AUTO_BUCKETS = 8
 _AUTO_LEAST = 1024 * 1024
 _AUTO_MOST = 16 * 1024 * 1024
+# Of several buckets, the last ones need not be smaller than this.
+_TAIL_LEAST = 1024 * 1024
 # One message is one op with an output for each tensor, and TensorFlow infers the shapes of all
 # outputs again for each: with 1,000 tensors that alone takes 50 s (grappler's tfg_optimizer).
 _MOST_TENSORS = 128
@@ -68,6 +70,10 @@ def auto_bucket_bytes(specs: Sequence[GradientSpec]) -> int:
 def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Group gradients into buckets, in the order in which they become ready.
 
+    Where there are several, the last ones are smaller: a bucket has half of the bytes that are
+    still to come at most. Back-propagation has ended when the last one is sent, and the next step
+    cannot begin before its parameters have come.
+
     Args:
         specs: One per variable, in the order of the model, so that the last is ready first.
         bucket_bytes: Upper bound of a bucket in bytes, unless it has a single gradient; 0 gives
@@ -77,14 +83,18 @@ def build_buckets(specs: Sequence[GradientSpec], bucket_bytes: int) -> tuple[Buc
         raise PlanError(f"bucket_bytes must be 0 or more. Received: bucket_bytes={bucket_bytes}.")
     groups: list[list[int]] = []
     last: dict[str, list[int]] = {}  # the open group of each dtype
-    filled: dict[str, int] = {}  # its bytes
+    room: dict[str, int] = {}  # the bytes that it may still take
+    to_come = sum(spec.n_bytes for spec in specs)
+    tail_bytes = _TAIL_LEAST if to_come > 2 * bucket_bytes else bucket_bytes
     for index in reversed(range(len(specs))):
         dtype, n_bytes = specs[index].dtype, specs[index].n_bytes
-        if dtype not in last or filled[dtype] + n_bytes > bucket_bytes:
-            last[dtype], filled[dtype] = [], 0
+        if dtype not in last or n_bytes > room[dtype]:
+            last[dtype] = []
+            room[dtype] = min(bucket_bytes, max(tail_bytes, to_come // 2))
             groups.append(last[dtype])
         last[dtype].append(index)
-        filled[dtype] += n_bytes
+        room[dtype] -= n_bytes
+        to_come -= n_bytes
     return group_buckets(specs, groups)
 
 

@@ -61,8 +61,8 @@ class LayerTable:
     def parameters(self) -> tuple[Parameter, ...]:
         """All trainable variables, in the order of the model."""
         return tuple(
-            Parameter(name, n, place)
-            for place, layer in enumerate(self.layers)
+            Parameter(name, n, index)
+            for index, layer in enumerate(self.layers)
             for name, n in layer.weights
         )
 

@@ -60,7 +60,7 @@ def specs_of(table: LayerTable) -> list[GradientSpec]:
 
 def dense_layers(table: LayerTable) -> list[int]:
     """Return the positions of dense layers."""
-    return [place for place, layer in enumerate(table.layers) if layer.dense and layer.weights]
+    return [i for i, layer in enumerate(table.layers) if layer.dense and layer.weights]
 
 
 def bucketed(
@@ -104,7 +104,7 @@ def _grouped(
     rest = [i for i, p in enumerate(table.parameters) if p.layer not in special]
     groups = group([specs[i] for i in rest]) if rest else ()
     parts = [LayerPart(kind, tuple(rest[i] for i in one)) for one in groups]
-    parts += [LayerPart(own, table.positions(place)) for place, own in special.items()]
+    parts += [LayerPart(one, table.positions(layer)) for layer, one in special.items()]
     return LayerPlan(_in_ready_order(parts))
 
 

@@ -43,8 +43,8 @@ def vgg(name: str, stages: Stages, rows: int = 224, hidden: int = 4096) -> Layer
     """Return a VGG: stages of 3x3 convolutions that end in a pooling, then three dense layers."""
     layers, channels = [], 3
     for stage, filters in enumerate(stages, start=1):
-        for place, n_out in enumerate(filters, start=1):
-            layers.append(conv(f"conv{stage}_{place}", 3, (channels, n_out), rows))
+        for number, n_out in enumerate(filters, start=1):
+            layers.append(conv(f"conv{stage}_{number}", 3, (channels, n_out), rows))
             channels = n_out
         rows //= 2
     flat = rows * rows * channels

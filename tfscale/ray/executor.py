@@ -15,7 +15,9 @@ from tfscale.ray import job
 from tfscale.ray.placement import Placement
 
 _ELASTIC = "Jobs restart instead of changing their size: reset_limit=3 replaces lost nodes."
-_INTERFACE = "Name it by a variable of MPI, in extra_env_vars: see docs/operations.md."
+_INTERFACE = (
+    "Name it by a variable of MPI, in extra_env_vars: see 'Unattended jobs' in the documentation."
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class RayExecutor:
         """The settings of an executor.
 
         Args:
-            timeout_s: Not needed: see docs/settings.md for the limit of the start.
+            timeout_s: Not needed: TFSCALE_START_S limits the start.
             ssh_identity_file: Not needed: Ray reaches the nodes.
             ssh_str: Not needed.
             placement_group_timeout_s: Seconds to wait for the cluster's resources.

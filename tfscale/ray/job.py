@@ -10,6 +10,7 @@ nodes need not share files.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import shutil
@@ -50,6 +51,7 @@ _LOOK_S, _READ_S = 1.0, 0.5
 _CLEANUP_S = 10.0
 _COLLECT_S = 600.0
 _MAX_REASON = 300  # characters of Ray's text
+_FOLDER = "tfscale-ray-"  # begin of the names of folders on nodes
 # Arguments of `tfscale.run` that Ray's have the place of.
 _REPLACED = {
     "np": "Use num_workers.",
@@ -194,11 +196,27 @@ def _thread_variables(cpus: float, env: Mapping[str, str]) -> dict[str, str]:
 # On a node.
 
 
+def _remove_folders_of_killed() -> None:
+    """Remove what actors have left that were killed: those that live hold the locks of theirs."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError):  # of another user, or removed just now
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if (path / call.FILE).exists():  # written after the lock is taken
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(folder)
+
+
 class _Node:
     """An actor that runs MPI's process of one attempt on its node."""
 
     def __init__(self, payload: bytes, start_in: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="tfscale-ray-"))
+        _remove_folders_of_killed()
+        self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        self._lock = os.open(self._folder, os.O_RDONLY)  # no child process inherits it
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         (self._folder / call.FILE).write_bytes(payload)
         self._variables = {
             call.FOLDER_VARIABLE: str(self._folder),

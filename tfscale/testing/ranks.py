@@ -276,8 +276,8 @@ def require_equal_ranks(variables: Iterable[Any]) -> None:
         >>> "rank 1 differs from that of rank 0" in str(first)  # and so on rank 1
         True
     """
-    own = [(getattr(v, "path", ""), np.asarray(_array(v))) for v in variables]
-    values_by_rank = tfscale.allgather_object(own)
+    named = [(getattr(v, "path", ""), np.asarray(_array(v))) for v in variables]
+    values_by_rank = tfscale.allgather_object(named)
     for rank, theirs in enumerate(values_by_rank):
         for (name, value), (_, first) in zip(theirs, values_by_rank[0], strict=True):
             if value.dtype != first.dtype or value.tobytes() != first.tobytes():

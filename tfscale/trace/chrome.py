@@ -131,8 +131,8 @@ def _rank_of(part: Path) -> int:
 
 
 def _bar(rank: int, row: int, name: str, begin: int, end: int) -> dict[str, Any]:
-    place = {"name": name, "ph": "X", "pid": rank, "tid": row}
-    return {**place, "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+    times = {"ts": begin / 1e3, "dur": (end - begin) / 1e3}
+    return {"name": name, "ph": "X", "pid": rank, "tid": row, **times}
 
 
 def _metadata(kind: str, rank: int, row: int, text: str) -> dict[str, Any]:

@@ -156,6 +156,6 @@ def explain(method: str, n_ranks: int, differences: Sequence[Difference]) -> str
     return (
         f"{method} on {n_ranks} ranks differs from a step of one process; no weight was changed. "
         f"Received: {shown}. Usual causes, the likeliest first: {listed} With --verify off, or "
-        "verify='off', the script trains all the same. See docs/distribute.md, section "
-        "'Verification'."
+        "verify='off', the script trains all the same. See 'An unchanged script', section "
+        "'Verification', in the documentation."
     )

@@ -28,7 +28,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.callbacks import BackupAndRestore, MetricAverageCallback, Synchronize
+from tfscale.callbacks import BackupAndRestore, Callback, MetricAverageCallback, Synchronize
 from tfscale.callbacks.batch_size_schedule import ChangingBatchSize
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
@@ -37,7 +37,7 @@ from tfscale.config import ConfigError, read_size, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
-from tfscale.fit import steps
+from tfscale.fit import monitoring, steps
 from tfscale.fit.batches import BatchComparison, OrderedPipelines, RowPipelines
 from tfscale.fit.metric_updates import forget, watch
 from tfscale.fit.preparation import prepare
@@ -187,7 +187,11 @@ class Distributed:
         self._stdout: int | None = None
         self._environment: dict[str, str | None] = {}  # what was there before
         self._pipelines = RowPipelines()
+        # From now on, not from the first `fit`: a reader sees that the job has begun.
+        has_metrics = monitoring.watch() is not None
         if runtime.size() == 1:
+            if has_metrics:
+                self._patches.wrap_model(fit=_watched)
             return
         # Statistics of each rank's rows give other results on purpose.
         verify = "off" if batch_norm == "local" else verify
@@ -257,7 +261,7 @@ class Distributed:
     # Models.
 
     def _prepare(self, model: keras.Model) -> dict[str, BatchComparison]:
-        """Let the steps of a model compute shares; return the comparisons of its batches."""
+        """Let a model's steps compute this rank's rows; return the comparisons of its batches."""
         if is_alone():
             raise ConfigError(
                 "model.predict and the like must be called on all ranks under "
@@ -267,14 +271,15 @@ class Distributed:
         if model not in self._models:
             _refuse_stateful(model)
             forget(model)
-            self._models[model] = looks = {name: BatchComparison() for name in _STEPS}
+            comparisons = {name: BatchComparison() for name in _STEPS}
+            self._models[model] = comparisons
             # A script may have given the model a step of its own: `model.train_step = step`.
             self._own_steps[model] = {n: s for n, s in vars(model).items() if n in _STEPS}
-            steps_of_shares = {
-                name: wrap(getattr(model, name), look=self._look(looks[name]))
+            steps_on_rows = {
+                name: wrap(getattr(model, name), look=self._look(comparisons[name]))
                 for name, wrap in _STEPS.items()
             }
-            replace_methods(model, **steps_of_shares)
+            replace_methods(model, **steps_on_rows)
             watch(model)
             drop_functions(model)
         return self._models[model]
@@ -312,7 +317,8 @@ class Distributed:
                 "train_on_batch, under tfscale.distribute. Received: "
                 f"{type(rule).__name__}.apply elsewhere, such as in a loop with GradientTape. "
                 "Use tfscale.DistributedOptimizer and tfscale.data.GlobalBatches, or "
-                "train_step, instead of tfscale.distribute: see docs/distribute.md."
+                "train_step, instead of tfscale.distribute: see 'An unchanged script' in the "
+                "documentation."
             )
         return self._verifier.apply_or_record(apply, optimizer, *args, **kwargs)
 
@@ -322,7 +328,7 @@ class Distributed:
         arguments = arguments_of(fit, model, *args, **kwargs)
         batches = self._prepare_training(model)
         _require_equal_arguments(arguments, "fit")
-        arguments["callbacks"] = for_ranks(arguments["callbacks"])
+        arguments["callbacks"] = for_ranks(arguments["callbacks"], batches)
         batches.expect(arguments["x"], "fit")
         # Growing batches are made of whole ones.
         sizes = (isinstance(c, ChangingBatchSize) for c in arguments["callbacks"])
@@ -391,10 +397,18 @@ def _exporting_once(export: Any, exported: Any, filepath: Any, *args: Any, **kwa
 # Callbacks.
 
 
-def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
+def _watched(fit: Any, model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    """Train in one process with a callback that lets the page of metrics follow."""
+    arguments = arguments_of(fit, model, *args, **kwargs)
+    arguments["callbacks"] = [Callback(), *_listed(arguments["callbacks"])]
+    return fit(model, **arguments)
+
+
+def for_ranks(callbacks: Any, batches: BatchComparison) -> list[keras.callbacks.Callback]:
     """Return the callbacks of a script as several ranks need them.
 
-    `Synchronize` is added, and callbacks that write run on rank 0.
+    `Synchronize` is added, which tells the comparison of batches when epochs begin, and callbacks
+    that write run on rank 0.
     """
     listed = _listed(callbacks)
     loggers = [c for c in listed if isinstance(c, keras.callbacks.CSVLogger)]
@@ -408,7 +422,7 @@ def for_ranks(callbacks: Any) -> list[keras.callbacks.Callback]:
             is_of_all = any(callback is c for c in everywhere)
             changed.append(callback if is_of_all else _written_once(callback))
     has_one = any(isinstance(callback, Synchronize) for callback in changed)
-    return changed if has_one else [_SynchronizeScript(), *changed]
+    return changed if has_one else [_SynchronizeScript(batches), *changed]
 
 
 class _SynchronizeScript(Synchronize):
@@ -416,10 +430,16 @@ class _SynchronizeScript(Synchronize):
 
     requires_built = False
 
-    def __init__(self) -> None:
+    def __init__(self, batches: BatchComparison) -> None:
         super().__init__()
+        self._batches = batches
         others = [c for c in self.companions if not isinstance(c, MetricAverageCallback)]
         self.companions = [*others, _MetricsOfAllRows()]
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """As for all callbacks; count the batches of the epoch."""
+        super().on_epoch_begin(epoch, logs)
+        self._batches.begin_epoch(epoch, self.session.first_step_of(epoch))
 
 
 class _MetricsOfAllRows(MetricAverageCallback):
@@ -447,7 +467,7 @@ def _refuse_stateful(model: keras.Model) -> None:
             "stateful=True needs a state for every row of the whole batch, which "
             f"tfscale.distribute cuts into rows for the ranks. Received: layer {stateful[0]!r} "
             "with stateful=True. Use stateful=False, or train without tfscale.distribute, with "
-            "sequences of its own for each rank: see docs/data.md."
+            "sequences of its own for each rank: see 'Data' in the documentation."
         )
 
 

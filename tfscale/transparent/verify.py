@@ -356,8 +356,8 @@ def _whole(batch: Any, spec: Any) -> tuple[Any, Any]:
     share = shares.share_of(batch)
     assert share is not None
     # As objects: rows may be texts, which no other collective sends.
-    own = [leaf.numpy()[: int(share.rows)] for leaf in tf.nest.flatten(batch.rows)]
-    by_rank = objects.allgather_object(own, name="rows of a tried step")
+    rows_here = [leaf.numpy()[: int(share.rows)] for leaf in tf.nest.flatten(batch.rows)]
+    by_rank = objects.allgather_object(rows_here, name="rows of a tried step")
     leaves = [
         tf.convert_to_tensor(np.concatenate(of_ranks)) for of_ranks in zip(*by_rank, strict=True)
     ]

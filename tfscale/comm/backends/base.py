@@ -250,7 +250,8 @@ class Backend(Protocol):
         self, tensors: Tensors, quantization: Quantization, call: Call, reduction: Reduction
     ) -> Quantized:
         """Reduce each tensor, sent with few bits, and keep this member's parts."""
-        return self.quantized_allreduce(tensors, quantization, call, reduction)  # refuses
+        # Of a backend without it, this is the same error.
+        return self.quantized_allreduce(tensors, quantization, call, reduction)
 
     def post_gather(
         self,
@@ -276,8 +277,8 @@ class Backend(Protocol):
     ) -> None:
         """Gather the members' pieces into the variables, and wait for them."""
         flat = [tf.reshape(piece, [-1]) for piece in pieces]
-        own = tf.concat(flat, 0) if flat else tf.zeros([0], layout.dtype)
-        gathered, _ = self.allgather(own, call)
+        pieces_here = tf.concat(flat, 0) if flat else tf.zeros([0], layout.dtype)
+        gathered, _ = self.allgather(pieces_here, call)
         parts: dict[int, list[tf.Tensor]] = {index: [] for index in layout.indices}
         begin = 0
         for rank in range(call.group.size):

@@ -134,9 +134,9 @@ class NamedOps:
         if position.plan == EAGER:
             return list(start(list(inputs), None))
         label = COUNT.sub("", call.label)
-        place = (self._titles[position.plan], f"s{position.slot}", label)
-        words = (*place, *filter(None, (terms, call.terms)))
-        name = re.sub(r"[^A-Za-z0-9_.-]", ".", "tfscale." + ".".join(words))
+        slot = ("tfscale", self._titles[position.plan], f"s{position.slot}")
+        parts = (*slot, label, *filter(None, (terms, call.terms)))
+        name = re.sub(r"[^A-Za-z0-9_.-]", ".", ".".join(parts))
         with tf.control_dependencies([] if call.after else [_marker()]):
             outputs = list(start([_unknown_until_run(t) for t in inputs], name))
         set_attribute(outputs[0].op, "_tfscale_slot", name)
