@@ -187,7 +187,7 @@ def save(model: keras.Model) -> None:
     Rank 0 writes. Where the ranks hold parts of the optimizer's state all of them must save. The
     run is over then: what --resume would have needed is removed.
     """
-    is_split = getattr(model.optimizer, "shares_state", False)  # "auto" may shard, too
+    is_split = getattr(model.optimizer, "shares_state", False)  # "auto" may shard, and tables are
     if hvd.rank() == 0 or is_split:
         run_folder().mkdir(parents=True, exist_ok=True)
         model.save(run_folder() / "model.keras")
@@ -211,6 +211,7 @@ def fit(
     *,
     baselines: Mapping[str, float] | None = None,
     stop: Callable[[], keras.callbacks.Callback] | None = None,
+    watch: keras.callbacks.Callback | None = None,
 ) -> dict[str, float]:
     """Train, and leave `run.json`, `metrics.jsonl` and `learning_curve.png` in the run's folder.
 
@@ -221,6 +222,7 @@ def fit(
         batch: As for `learning_rate`.
         baselines: What to compare metrics with, see `RunFolder`.
         stop: Makes the callback that ends training early, where --patience is given.
+        watch: A further callback.
 
     Returns:
         On rank 0 the metrics after the last epoch, even if an earlier run trained it; else none.
@@ -228,6 +230,7 @@ def fit(
     folder, is_first = run_folder(), hvd.rank() == 0
     last = [RunFolder(folder, _settings(model), baselines, train)] if is_first else []
     stopping = [stop()] if stop and FLAGS.patience else []
+    stopping += [] if watch is None else [watch]
     model.fit(
         train,
         validation_data=valid,

@@ -20,6 +20,7 @@ _SUBMODULES = {
     "checkpoints": "checkpoints",
     "data": "data",
     "keras": "keras",
+    "layers": "layers",
     "preemption": "checkpoints.preemption",
     "testing": "testing",
 }

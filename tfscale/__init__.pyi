@@ -6,6 +6,7 @@ from tfscale import (
     checkpoints as checkpoints,
     data as data,
     keras as keras,
+    layers as layers,
     missing,
     ray as ray,
     testing as testing,

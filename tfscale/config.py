@@ -103,6 +103,19 @@ def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
     return numbers
 
 
+def read_size(text: Any, name: str) -> int:
+    """Return the bytes of "100MB", of a number with KB, MB or GB (powers of 1024), or a number."""
+    units = {"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+    number, unit = (str(text)[:-2], str(text)[-2:].upper())
+    factor = units.get(unit, 1)
+    number = number if unit in units else str(text)
+    if not number.isdecimal() or int(number) == 0:
+        raise ConfigError(
+            f"{name} must be a size above 0. Received: {name}={text!r}. Example: {name} 100MB"
+        )
+    return int(number) * factor
+
+
 def read_input_shape(text: str) -> tuple[int, ...] | None:
     """Return the numbers of the option `--input-shape`, or None if it is not given."""
     return read_numbers(text, "--input-shape") if text else None

@@ -27,6 +27,7 @@ ROOMS = (
     "start",
     "data",
     "exchange",
+    "layers",
     "optimizer",
     "local_sgd",
     "measure",

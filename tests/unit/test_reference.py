@@ -50,7 +50,7 @@ def test_every_option_is_there(words):
 def test_every_name_is_there():
     text = (DOCS / "names.md").read_text()
     found = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
-    inside = (tfscale.callbacks, tfscale.data, tfscale.testing)
+    inside = (tfscale.callbacks, tfscale.data, tfscale.layers, tfscale.testing)
     assert sorted(found) == sorted([*tfscale.__all__, *(n for m in inside for n in m.__all__)])
     # Modules that need a package of their own have a section each.
     assert re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|", text, re.MULTILINE) == [*tfscale._OPTIONAL]

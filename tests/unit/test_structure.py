@@ -277,6 +277,7 @@ CALLED_BY_KERAS = {
     "_save_model": "tfscale/callbacks/model_checkpoint.py",
     "_restore_from_tensors": "tfscale/optimizer/futures.py",
     "_direct_assign": "tfscale/optimizer/futures.py",
+    "_serialize_to_tensors": "tfscale/exchange/tables.py",
 }
 PATCHED = {
     *("call", "export", "fit", "make_train_function", "save", "save_weights", "train_step"),

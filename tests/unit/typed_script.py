@@ -106,6 +106,8 @@ def exchanges() -> list[Any]:
 
 
 def build(exchange: Any = "allreduce") -> keras.Model:
+    table = tfscale.layers.ShardedEmbedding(8, 4)
+    table.set_rows(table.get_rows())
     layers = [keras.Input((20,)), keras.layers.Dense(8), tfscale.SyncBatchNormalization()]
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     rate = keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)

@@ -127,7 +127,7 @@ class Callback(Traits):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Record that an epoch begins."""
         self.epoch = epoch
-        self.session.begin_epoch()
+        self.session.begin_epoch(epoch)
         self.session.watch_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -19,6 +19,7 @@ from tfscale.config import ConfigError, require
 from tfscale.fit import adapted_layers
 from tfscale.fit.preparation import build
 from tfscale.internals.traits import Phase
+from tfscale.layers.sharded_embedding import sharded_embeddings
 from tfscale.optimizer.distributed import (
     broadcast_loaded,
     distributed_of,
@@ -215,6 +216,9 @@ def _broadcast(
     kinds = [objects.Named(v.path, f"{tuple(v.shape)} {v.dtype}") for v in state]
     hint = "Build model and optimizer from the same code and settings everywhere."
     objects.require_equal(kinds, "Variables of model and optimizer", hint)
+    loads = [layer.rows.n_loads for layer in sharded_embeddings(model)]
+    hint = "Each rank has other rows: call load_weights, or set_rows, on all ranks."
+    objects.require_equal(loads, "Numbers of times that rows of tables were loaded", hint)
     objects.broadcast_variables(state, root_rank)
     broadcast_loaded(model, root_rank)
     adapted_layers.refresh_all(model)

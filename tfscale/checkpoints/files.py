@@ -309,6 +309,7 @@ _LATER_INFO: dict[str, Any] = {  # older checkpoints have none
     "residuals": {...: [[_is_count], (int, float)]},
     "n_quantized": [_is_count],
     "hosts": [int],
+    "tables": [[str, _is_count, _is_count, _is_count, _is_count]],
 }
 
 

@@ -16,13 +16,21 @@ import numpy as np
 
 from tfscale.checkpoints.files import DamagedError, Part, UnreadableError, empty_info
 from tfscale.checkpoints.resumable import BestWeights, CallbackState, read_counters, resumables
-from tfscale.checkpoints.variables import MetricState, ModelState, distinct, group_of, mean_of
+from tfscale.checkpoints.variables import (
+    MetricState,
+    ModelState,
+    TableState,
+    distinct,
+    group_of,
+    mean_of,
+)
 from tfscale.comm import runtime
 from tfscale.config import ConfigError, ExchangeError, settings
 from tfscale.exchange.states import Range, Saved, SavedStates, Scope
 from tfscale.fit.preparation import build_from_data, build_optimizer, prepare
 from tfscale.internals.keras import global_seed_state, has_global_seed
 from tfscale.internals.optimizers import optimizers_of
+from tfscale.layers.sharded_embedding import sharded_embeddings
 from tfscale.optimizer.distributed import groups_of
 from tfscale.optimizer.resuming import OptimizerState, require_same_rules
 
@@ -60,10 +68,12 @@ def take_snapshot(
         "keras_callbacks": read_counters(callbacks, is_end),
     }
     states = [
-        *((None, state) for state in (of_model, MetricState(model, position.step > 0))),
+        *((None, state) for state in (of_model, TableState(model))),
+        (None, MetricState(model, position.step > 0)),
         *enumerate(map(OptimizerState, optimizers_of(model))),
         (None, RandomState()),
-        (None, BestWeights(callbacks)),
+        # The leader's rows of tables are no other rank's.
+        (None, BestWeights(() if sharded_embeddings(model) else callbacks)),
         *enumerate(map(CallbackState, resumables(callbacks))),
     ]
     scope = of_model.scope(groups)
@@ -264,6 +274,10 @@ class StatesOf:
             return self.own.arrays[name]
         return self.reader.share(_numbered(name, self.number), mode)
 
+    def piece(self, name: str, rank: int, start: int, stop: int) -> np.ndarray:
+        """Return some elements of a rank's flattened array; no others are read."""
+        return self.reader.parts[rank].slice(_numbered(name, self.number), start, stop)
+
     def slot(self, name: str, want: Range | None) -> np.ndarray:
         """Return a slot, or a range of it; a mean over groups."""
         name = f"{self.number}/{name}"
@@ -317,6 +331,7 @@ class Restore:
         optimizers = optimizers_of(self._model)
         try:
             self._model_state.restored(self._saved(None))
+            TableState(self._model).restored(self._saved(None))
             for number, state in enumerate(map(OptimizerState, optimizers)):
                 state.restored(self._saved(number))
             RandomState().restored(self._saved(None))

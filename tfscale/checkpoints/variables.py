@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
 from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
+from tfscale.exchange.tables import TableRows, table_of
 from tfscale.fit import adapted_layers
 from tfscale.fit.metric_updates import metrics_of, reductions_of
 from tfscale.internals.keras import layers_of, seeds_of, state_of, weights_of
 from tfscale.internals.optimizers import optimizers_of, slots_of, trained_by, update_rule
+from tfscale.layers.sharded_embedding import sharded_embeddings
 from tfscale.optimizer.distributed import differing_variables, distributed_optimizers
 
 logger = logging.getLogger("tfscale")
@@ -29,6 +34,7 @@ def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> s
     # Frozen weights stay local, but are missing in a model's `trainable_variables`.
     weights = [v for layer in layers_of(model) for v in weights_of(layer)]
     local = {id(v) for v in [*variables, *_registered(model, weights)]}
+    local |= {id(layer.rows) for layer in sharded_embeddings(model)}
     slots: set[int] = set()
     for optimizer in optimizers_of(model) if local else ():
         rule = update_rule(optimizer)
@@ -36,6 +42,17 @@ def local_ids(model: keras.Model, variables: Iterable[keras.Variable] = ()) -> s
         owners = slots_of(rule) if trainable else {}
         slots |= {slot for slot, index in owners.items() if id(trainable[index]) in local}
     return local | slots
+
+
+def table_ids(model: keras.Model) -> set[int]:
+    """Return the ids of the rows of tables, and of the slots for them."""
+    ids = {id(layer.rows) for layer in sharded_embeddings(model)}
+    for optimizer in optimizers_of(model) if ids else ():
+        rule = update_rule(optimizer)
+        trained = trained_by(rule)
+        owners = slots_of(rule) if trained else {}
+        ids |= {slot for slot, index in owners.items() if table_of(trained[index]) is not None}
+    return ids
 
 
 def _registered(model: keras.Model, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
@@ -47,7 +64,11 @@ def common_variables(
     model: keras.Model, variables: Iterable[keras.Variable] = ()
 ) -> list[keras.Variable]:
     """Return weights and optimizer state, without local ones, `variables` and seed generators."""
-    local = local_ids(model, variables) | {id(v) for v in _registered(model, model.weights)}
+    local = (
+        local_ids(model, variables)
+        | table_ids(model)
+        | {id(v) for v in _registered(model, model.weights)}
+    )
     state = distinct([*model.weights, *optimizer_variables(model)])
     return [variable for variable in state if id(variable) not in local]
 
@@ -110,7 +131,9 @@ class ModelState:
         slots = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
         self.weights = [v for v in weights if id(v) not in state_ids | ids]
         self.seeds = [state for layer in layers_of(model) for state in seeds_of(layer)]
-        self.local = [v for v in distinct([*weights, *slots]) if id(v) in ids]
+        tables = table_ids(model)  # a `TableState` has these
+        local = [v for v in distinct([*weights, *slots]) if id(v) in ids]
+        self.local = [v for v in local if id(v) not in tables]
 
     def scope(self, groups: Sequence[Sequence[int]]) -> Scope:
         """Return the scope of the model for other states; models of a group are equal."""
@@ -143,6 +166,42 @@ class ModelState:
                 seed = np.array([variable.numpy()[0], seed[1]], seed.dtype)
             variable.assign(seed)
         adapted_layers.refresh_all(self._model)
+
+
+class TableState:
+    """The rows of a model's tables, of which each rank saves its own."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._tables = [layer.rows for layer in sharded_embeddings(model)]
+
+    def saved(self, scope: Scope) -> Saved:
+        """Copy this rank's rows."""
+        del scope
+        arrays = {f"table/{i}": copy_of(rows) for i, rows in enumerate(self._tables)}
+        known = [[r.path, r.table.n_rows, r.table.factor, *r.held] for r in self._tables]
+        return Saved(arrays, {"tables": known})
+
+    def restored(self, saved: SavedStates) -> None:
+        """Restore this rank's rows from those of any number of ranks, in slices."""
+        tables_by_rank = [saved.of(rank).info.get("tables", []) for rank in range(saved.size)]
+        require_tables(self._tables, tables_by_rank[0])
+        for i, rows in enumerate(self._tables):
+            for rank, tables in enumerate(tables_by_rank):
+                *_, begin, end = tables[i]
+                read = functools.partial(saved.piece, f"table/{i}", rank)
+                rows.take((begin, end), read)
+
+
+def require_tables(tables: Sequence[TableRows], before: Sequence[Sequence[Any]]) -> None:
+    """Raise a ConfigError unless a model has the tables of a checkpoint."""
+    now = [[rows.table.n_rows, rows.table.factor] for rows in tables]
+    if now != [list(known[1:3]) for known in before]:
+        names = [rows.path for rows in tables]
+        raise ConfigError(
+            f"ShardedEmbedding layers must be those of the checkpoint. Received: {names} with "
+            f"rows and factors {now}; the checkpoint has {list(before)}. Build the same model, or "
+            "pass another directory."
+        )
 
 
 class MetricState:

@@ -29,6 +29,7 @@ from tfscale.exchange.plan import (
 )
 from tfscale.exchange.residuals import Residuals, Update
 from tfscale.exchange.shards import Shards, name_of
+from tfscale.exchange.tables import TableRows
 from tfscale.internals.keras import device_of
 from tfscale.plan.buckets import GradientSpec, Kind
 
@@ -156,13 +157,14 @@ class Executor:
         return self.request.options
 
     def is_local(self, variable: Any) -> bool:
-        """Return whether a variable may differ between ranks."""
-        return variable in self.request.local
+        """Return whether a variable may differ between ranks: also rows of a table."""
+        return isinstance(variable, TableRows) or variable in self.request.local
 
     def has_own_gradients(self, variables: Sequence[Any]) -> bool:
         """Return whether this rank has reduced gradients that other ranks lack.
 
-        These are gradients of its segments (`Sharded`), and of local variables.
+        These are gradients of its segments (`Sharded`), of its rows of tables, and of local
+        variables.
         """
         group = self.process_set.group()
         is_alone = group.size == 1 or group.rank < 0
@@ -226,6 +228,7 @@ class Executor:
         Takes this rank's tensors, IndexedSlices or None, one per variable. Returns the gradients
         that this rank applies: equal on all ranks, or those of its own pieces. Gradients of local
         variables are this rank's own, divided by the number of ranks with `scale_local_gradients`.
+        Those of its rows of tables were added up over the ranks in back-propagation.
         """
         group = self.process_set.group()
         if group.size == 1 or group.rank < 0:
@@ -259,16 +262,20 @@ class Executor:
         positions = [i for i, gradient in enumerate(gradients) if gradient is not None]
         local = {i for i in positions if self.is_local(variables[i])}
         shared = [i for i in positions if i not in local]
-        if self.request.scale_local_gradients:
-            for i in local:
-                results[i] = _changed(gradients[i], lambda values: values / group.size)
         arrived: list[tf.Tensor] = []
+        for i in local:
+            if isinstance(variables[i], TableRows):
+                results[i] = self._of_rows(gradients[i], variables[i])
+                arrived += [] if tf.executing_eagerly() else [values_of(results[i])]
+            elif self.request.scale_local_gradients:
+                results[i] = _changed(gradients[i], lambda values: values / group.size)
         updates = []
         if shared:
             note_gradients()
             local_gradients = [gradients[i] for i in shared]
             chosen = [variables[i] for i in shared]
-            reduced, arrived, updates = self._run(local_gradients, chosen)
+            reduced, received, updates = self._run(local_gradients, chosen)
+            arrived += received
             for i, gradient in zip(shared, reduced, strict=True):
                 results[i] = gradient
             for observer in self.observers:
@@ -276,6 +283,21 @@ class Executor:
         if self.shards is None:
             return Reduced(results, list(variables), list(variables), arrived, updates)
         return replace(self._on_pieces(results, variables, arrived), residuals=updates)
+
+    def _of_rows(self, gradient: Any, rows: TableRows) -> Any:
+        """Return the reduced gradient of this rank's rows of a table from the sum over ranks."""
+        keeps = self.options.repeated_indices == "keras"
+        if keeps and not rows.keeps_repeats:
+            raise PlanError(
+                f"{name_of(rows)} needs a prepared model for repeated_indices='keras'. Received: a "
+                "step of a model that was not. Call tfscale.prepare(model), or give fit a tfscale "
+                "callback."
+            )
+        reduction = self.options.reduction(self.process_set.size())
+        factor = reduction.prescale * reduction.postscale
+        gradient = _changed(gradient, lambda values: values * tf.constant(factor, values.dtype))
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        return deduplicate(gradient) if is_sparse and not keeps else gradient
 
     def _run(
         self, gradients: Sequence[Any], variables: Sequence[Any]

@@ -114,6 +114,9 @@ class SavedStates(Protocol):
         `mode` is how ranks are reduced: "sum", "mean", "max" or "min".
         """
 
+    def piece(self, name: str, rank: int, start: int, stop: int) -> np.ndarray:
+        """Return some elements of a rank's flattened array; no others are read."""
+
     def slot(self, name: str, want: Range | None) -> np.ndarray:
         """Return a slot, or a range of it, from the ranges that ranks held; a mean over groups."""
 

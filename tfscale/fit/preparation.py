@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from tfscale.comm import runtime
+from tfscale.comm.eager import raise_own_errors
 from tfscale.config import ConfigError, check_integer
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares, dense
@@ -19,6 +22,7 @@ from tfscale.fit.steps import share_batches
 from tfscale.fit.uneven_batches import GuardedStep
 from tfscale.internals import keras as internals
 from tfscale.internals.optimizers import optimizer_of, optimizers_of, strategies_of
+from tfscale.layers.sharded_embedding import ShardedEmbedding, sharded_embeddings
 from tfscale.optimizer.distributed import DistributedOptimizer, distributed_of
 from tfscale.optimizer.saving import make_saves_safe
 
@@ -90,6 +94,7 @@ def prepare(
         watch.count_samples(model)
     _guard(model)
     make_saves_safe(model)
+    join_passes(model)
     return model
 
 
@@ -195,6 +200,8 @@ def build_model(model: keras.Model) -> None:
     if type(optimizer) is DistributedOptimizer and internals.is_built(model):
         _wire(optimizer, model)  # the layers may not have existed when the model was prepared
         _share_statistics(model)
+        if not runtime.is_single():
+            join_passes(model)
 
 
 def build_optimizer(model: keras.Model) -> None:
@@ -214,3 +221,65 @@ def build_from_data(model: keras.Model) -> None:
         return spec.rows if isinstance(spec, batch_shares.RowsOfBatch) else spec
 
     internals.build_from_spec(model, spec_of_batch)
+
+
+# Passes of models with tables.
+
+
+def join_passes(model: keras.Model) -> None:
+    """Let `evaluate` and `predict` of a model with tables run on all ranks together.
+
+    Elsewhere these send nothing. With tables they begin together, within a time limit, and a rank
+    that has no batch left answers the lookups of the others until the last one has ended.
+    """
+    if sharded_embeddings(model):
+        internals.wrap_once(model, "evaluate", lambda run: _joined(model, run, "model.evaluate"))
+        internals.wrap_once(model, "predict", lambda run: _joined(model, run, "model.predict"))
+        internals.replace_methods(model, export=_refuse_export)
+
+
+def _refuse_export(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "model.export needs whole tables. Received: a model with a ShardedEmbedding on "
+        f"{runtime.size()} ranks. Save it on all ranks, load the file in one process, and export "
+        "that model."
+    )
+
+
+def _joined(model: keras.Model, run: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def run_together(*args: Any, **kwargs: Any) -> Any:
+        layers, session = sharded_embeddings(model), session_of(model)
+        if session is not None and internals.is_validation(kwargs):
+            if session.is_void:  # other ranks may have left `fit`
+                return {}
+            session.end_steps()  # ranks that wait in a step must learn of it
+        layers[0].rows.meet(what)
+        result = run(*args, **kwargs)
+        _answer_all(layers)
+        return result
+
+    return run_together
+
+
+def _answer_all(layers: Sequence[ShardedEmbedding]) -> None:
+    """Answer lookups until no rank looks up. Collective.
+
+    A thread for each table, since it is not known in which order, and how often, other ranks look
+    up in each.
+    """
+    errors: list[Exception] = []
+
+    def answer(layer: ShardedEmbedding) -> None:
+        try:
+            while raise_own_errors(layer.answer):
+                pass
+        except Exception as error:  # raised by the caller
+            errors.append(error)
+
+    threads = [threading.Thread(target=answer, args=(layer,), daemon=True) for layer in layers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -67,7 +67,7 @@ class Progress:
         self.trains_apart = self.has_begun = self.is_over = False
         self.asks_each_step = self.wants_to_stop = False
         self._steps: Any = None
-        self._n_epochs = 0
+        self._n_epochs = self._epoch = 0
         self._marked_epoch = -1
         self._n_steps = self._n_given_up = 0
         self._is_apart = False
@@ -129,9 +129,9 @@ class Progress:
         """
         return self._is_running and self._n_steps <= 1 and self.is_given_up
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int = 0) -> None:
         """Count steps from 0. Collective if `asks_before_epochs`, in the first call of an epoch."""
-        self._n_steps, self._n_given_up = 0, runtime.num_given_up()
+        self._n_steps, self._n_given_up, self._epoch = 0, runtime.num_given_up(), epoch
         self._is_running, is_first, self._is_new_epoch = True, self._is_new_epoch, False
         # Before groups resume their own models: averaging needs all groups.
         if is_first and self.asks_before_epochs and "stop" in ask("run", 0):
@@ -155,6 +155,11 @@ class Progress:
             cycles = self.cycles()
             if self.is_over and cycles:
                 self.drop_cycles(objects.allgather_object(cycles, name="end of training"))
+
+    def end_steps(self) -> None:
+        """Notify the others that this rank runs no more steps of the running epoch."""
+        if self._is_running:
+            self.end_epoch(self._epoch)
 
     def end_training(self) -> None:
         """Notify the others that this rank's `fit` is over; later calls do nothing."""

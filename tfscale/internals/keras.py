@@ -6,10 +6,11 @@ these versions are noted where they matter. If a name disappears, only this modu
 Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `_non_trainable_variables`, `_seed_generators`, `_build_shapes_dict`;
 `Model._resolve_auto_jit_compile`, `_symbolic_build`, `_initial_epoch`,
-`_get_metrics_result_or_logs`; `TextVectorization._lookup_layer`; `CallbackList._async_train`,
-`_async_test`, `_async_predict`; `ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`,
-`_last_batch_seen`, `_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`,
-`_get_iterator`, `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
+`_get_metrics_result_or_logs`, the option `_use_cached_eval_dataset` of `evaluate`;
+`TextVectorization._lookup_layer`; `CallbackList._async_train`, `_async_test`, `_async_predict`;
+`ModelCheckpoint._save_model`, `_model`, `_should_save_on_batch`, `_last_batch_seen`,
+`_batches_seen_since_last_saving`; `EpochIterator._enumerate_iterator`, `_get_iterator`,
+`_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
 `PyDatasetAdapter._output_signature`, `_standardize_batch`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`, `global_state.get_global_attribute`,
 `seed_generator.global_seed_generator`, whose attribute has the same name.
@@ -262,6 +263,11 @@ def replace_step(model: keras.Model, name: str, step: Callable[[Any], Any]) -> N
     function = name.replace("_step", "_function")
     if getattr(model, function) is not None:  # a `fit` may be using it
         getattr(model, f"make_{function}")(force=True)
+
+
+def is_validation(options: Mapping[str, Any]) -> bool:
+    """Return whether the options of `evaluate` are those with which `fit` validates."""
+    return "_use_cached_eval_dataset" in options
 
 
 def wrap_once(model: keras.Model, name: str, wrap: Callable[[Any], Any]) -> None:

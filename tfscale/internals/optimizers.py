@@ -5,7 +5,8 @@ Undocumented names of Keras used here, checked with Keras 3.10 and 3.15:
 `_learning_rate`, `_var_key`, `_accumulated_gradients`, `_use_weight_decay`,
 `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`,
 `_model_variables_moving_average`, `_update_model_variables_moving_average`, `_track_variable`,
-`_tracker`, `_trainable_variables_indices`, `_distribution_strategy`, `_all_reduce_sum_gradients`;
+`_tracker`, `_trainable_variables_indices`, `_distribution_strategy`, `_all_reduce_sum_gradients`,
+`_apply_weight_decay`;
 `Variable.overwrite_with_gradient`, `Variable._path`.
 """
 
@@ -349,3 +350,43 @@ def holder_of(rule: Any) -> Any:
 def set_holder(rule: Any, holder: Any) -> None:
     """Record which distributed optimizer has built an update rule on pieces; None for variables."""
     vars(rule)[_HOLDER] = _Held(holder)
+
+
+# Updates of some rows of a variable.
+
+
+def slot_lists(rule: Any, index: int) -> list[tuple[str, int, Any]]:
+    """Return (attribute, position, slot) of each slot of the variable at a position of a rule."""
+    n_variables, slots = len(rule._trainable_variables), []
+    for name, value in vars(rule).items():
+        if name in ("_variables", "_trainable_variables", "_accumulated_gradients"):
+            continue
+        is_list = isinstance(value, list | tuple) and len(value) == n_variables
+        if is_list and hasattr(value[index], "assign"):
+            slots.append((name, index, value[index]))
+    return slots
+
+
+@contextlib.contextmanager
+def rows_in_place_of(
+    rule: Any, index: int, slots: Sequence[tuple[str, int, Any]]
+) -> Iterator[None]:
+    """Within a block, let a rule take rows for its variable at `index`, and others for slots.
+
+    `slots` are as those of `slot_lists`, with what takes their places.
+    """
+    lists = {name: list(getattr(rule, name)) for name, _, _ in slots}
+    for name, i, rows in slots:
+        lists[name][i] = rows
+    with replaced(rule, **lists, _get_variable_index=lambda _: index):  # type: ignore[arg-type]
+        yield
+
+
+def decays(rule: Any, variable: Any) -> bool:
+    """Return whether an update rule decays the weights of a variable."""
+    return rule.weight_decay is not None and bool(rule._use_weight_decay(raw_variable(variable)))
+
+
+def decay_function(rule: Any) -> Callable[[Sequence[Any]], None]:
+    """Return the method by which Keras decays the weights of variables."""
+    return rule._apply_weight_decay  # type: ignore[no-any-return]

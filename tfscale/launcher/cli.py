@@ -127,7 +127,7 @@ def _read_command(command: Sequence[str], needs_python: bool) -> tuple[str, ...]
 _HASH_SEED = "PYTHONHASHSEED"
 _METRICS = variable_name("metrics")
 # Options of `tfscale.transparent`, passed on from --distribute.
-_PASSED = ("exchange", "batch_norm", "seed", "all_output", "verify", "decode")
+_PASSED = ("exchange", "batch_norm", "seed", "all_output", "verify", "decode", "shard_embeddings")
 
 
 def _require_distribute(options: argparse.Namespace) -> None:

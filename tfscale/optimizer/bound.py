@@ -16,12 +16,21 @@ from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.executor import Executor, Request
 from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful, saved_together
+from tfscale.exchange.tables import table_of
 from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import raw_variable
 from tfscale.optimizer import futures
 from tfscale.optimizer.nonfinite import NonFinite
-from tfscale.optimizer.rules import on_pieces, require_keras, warn_of_sums, why_uncut, why_whole
+from tfscale.optimizer.rules import (
+    ELEMENTWISE,
+    on_pieces,
+    require_keras,
+    warn_of_sums,
+    why_uncut,
+    why_whole,
+)
 from tfscale.optimizer.state import KeptState, Slots, n_bytes
+from tfscale.optimizer.table_rules import refuse_unfit
 from tfscale.trace.events import stamp_updates
 
 logger = logging.getLogger("tfscale")
@@ -262,6 +271,7 @@ class Bound:
         """
         rule, executor = self.rule, self.executor
         self._refuse_local(rule, variables)
+        refuse_unfit(rule, ELEMENTWISE, self.groups is not None, executor.process_set)
         if executor.process_set.size() == 1 and executor.options.repeated_indices == "sum":
             warn_of_sums(rule, gradients)
         reduced = executor.reduce(gradients, variables)
@@ -278,7 +288,7 @@ class Bound:
 
     def _refuse_local(self, rule: Any, variables: Sequence[Any]) -> None:
         """Raise an error if ranks would scale gradients by norms that differ."""
-        is_local = any(map(self.executor.is_local, variables))
+        is_local = any(self.executor.is_local(v) and table_of(v) is None for v in variables)
         if rule.global_clipnorm and self.process_set.size() > 1 and is_local:
             raise ConfigError(
                 "global_clipnorm needs equal gradients on all ranks. Received: "

@@ -23,16 +23,20 @@ from tfscale.exchange.dense import use_of
 from tfscale.exchange.executor import Request
 from tfscale.exchange.plan import GradientOptions
 from tfscale.exchange.shards import name_of
+from tfscale.exchange.tables import table_of
 from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.trace import drop_traces
 from tfscale.internals.tracking import Represented
+from tfscale.layers.sharded_embedding import sharded_embeddings
 from tfscale.optimizer import first_step
 from tfscale.optimizer.accumulation import Accumulator, refuse_accumulating, refuse_replicated
 from tfscale.optimizer.bound import Bound
 from tfscale.optimizer.nonfinite import NonFinite, Policy
 from tfscale.optimizer.rules import refuse_bypassed, refuse_outer_scaler, why_uncut
 from tfscale.optimizer.state import KeptState, n_bytes
+from tfscale.optimizer.table_rules import tables_of
+from tfscale.optimizer.table_state import KeptTables
 from tfscale.plan.buckets import owner_of
 
 logger = logging.getLogger("tfscale")
@@ -63,6 +67,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     # Attributes of the proxy itself begin with _self_; all others are the wrapped optimizer's.
     _self_bound: Bound
     _self_accumulator: Accumulator | None
+    _self_tables: KeptTables | None
     _self_watch: Any  # of an exchange that measures steps; None until one is seen
 
     if TYPE_CHECKING:  # wrapt's types let attributes be read only
@@ -140,7 +145,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         strategy.refuse(options, nonfinite, f"exchange={exchange!r}")
         request = Request(strategy, options, process_set, scale_local_gradients)
         self._self_bound = Bound.of(optimizer, request, NonFinite(nonfinite))
-        self._self_watch = None
+        self._self_watch = self._self_tables = None
         self._self_accumulator = None
         if backward_passes_per_step > 1:
             refuse_replicated(strategy.within_group())
@@ -169,9 +174,12 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         if not self._ready(variables).is_compared and first_step.compare(self, variables):
             self.note_compared()
         if shares.current() is not None:
-            # Layers that exchange activations have weighted what they sent.
+            # Layers that exchange activations, or rows, have weighted what they sent.
             pairs = zip(grads, variables, strict=True)
-            grads = [shares.weighted(g) if use_of(v) == "weights" else g for g, v in pairs]
+            grads = [
+                shares.weighted(g) if use_of(v) == "weights" and table_of(v) is None else g
+                for g, v in pairs
+            ]
         if self._self_bound.executor.process_set.size() > 1:
             refuse_outer_scaler(DistributedOptimizer)
         bound = self._self_bound
@@ -274,6 +282,12 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         `tfscale.prepare` calls this. `global_batch` counts the samples of all ranks together.
         """
         bound, rule = self._ready(), internals.update_rule(self.__wrapped__)
+        keeps = bound.executor.options.repeated_indices == "keras"
+        layers = sharded_embeddings(model)
+        tables = [layer.rows for layer in layers]
+        is_new = any([rows.follow(keeps) for rows in tables])
+        if tables:
+            self._self_tables = KeptTables(layers, tables, rule, rule is not self.__wrapped__)
         is_alone = internals.trains_all(model)
         may_cut = is_alone and self._self_accumulator is None and bound.groups is None
         has_changed = bound.executor.choose_dense(
@@ -286,7 +300,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
                 drop_traces([raw_variable(v) for v in variables])
             self.build(model.trainable_variables)
             self._self_bound = self._self_bound.attached(model)
-        return has_changed
+        return has_changed or is_new
 
     # Strategies that change
 
@@ -407,9 +421,19 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
     # State, complete wherever Keras or a user reads it
 
     @property
+    def tables(self) -> KeptTables | None:
+        """The tables of the model, or among the variables; None without any."""
+        rule = internals.update_rule(self.__wrapped__)
+        variables = tables_of(internals.trained_by(rule))
+        if self._self_tables is None and variables:
+            self._self_tables = KeptTables([], variables, rule, rule is not self.__wrapped__)
+        return self._self_tables
+
+    @property
     def shares_state(self) -> bool:
         """Whether each rank holds a part of the state, or will once it is built."""
-        return self._ready().is_cutting
+        is_cutting = self._ready().is_cutting
+        return is_cutting or (self.tables is not None and not runtime.is_single())
 
     @property
     def may_share_state(self) -> bool:
@@ -435,11 +459,15 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         Raises:
             ExchangeError: Communication failed.
         """
-        kept = self._self_bound.kept
-        if kept is None:
-            return [variable.numpy() for variable in self.__wrapped__.variables]
-        arrays = kept.gather()
-        kept.keep_on_first()
+        kept, tables = self._self_bound.kept, self.tables
+        variables = self.__wrapped__.variables
+        arrays = [variable.numpy() for variable in variables] if kept is None else kept.gather()
+        if kept is not None:
+            kept.keep_on_first()
+        if tables is not None:
+            tables.gather()
+            arrays = tables.replace(variables, arrays)
+            tables.keep_on_first()
         return arrays
 
     def save_own_variables(self, store: dict[str, Any]) -> None:
@@ -447,16 +475,21 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
 
         Collective where parameters are sharded, unless `full_state` was called before.
         """
-        kept = self._self_bound.kept
-        if kept is None:
+        kept, tables = self._self_bound.kept, self.tables
+        if kept is None and tables is None:
             self.__wrapped__.save_own_variables(store)
             return
-        for i, value in enumerate(kept.read("saving")):
+        variables = self.__wrapped__.variables
+        values = [v.numpy() for v in variables] if kept is None else kept.read("saving")
+        values = values if tables is None else tables.replace(variables, values)
+        for i, value in enumerate(values):
             store[str(i)] = value
 
     def load_own_variables(self, store: dict[str, Any]) -> None:
         """Load this rank's part of a complete state."""
-        kept = self._self_bound.kept
+        kept, tables = self._self_bound.kept, self.tables
+        if tables is not None and len(store) == len(self.__wrapped__.variables):
+            store = tables.cut(self.__wrapped__.variables, store)
         if kept is None or len(store) != len(self.__wrapped__.variables):
             self.__wrapped__.load_own_variables(store)
             return
@@ -602,9 +635,10 @@ def differing_variables(optimizer: Any) -> list[Any]:
     return kept.parts if kept else []
 
 
-def sharded_states(model: keras.Model) -> list[KeptState]:
-    """Return the complete state of each optimizer whose state the ranks share."""
-    kept_states = [optimizer.bound.kept for optimizer in distributed_optimizers(model)]
+def sharded_states(model: keras.Model) -> list[KeptState | KeptTables]:
+    """Return the complete state of each optimizer whose state the ranks share, and tables."""
+    optimizers = distributed_optimizers(model)
+    kept_states = [kept for o in optimizers for kept in (o.bound.kept, o.tables)]
     return [kept for kept in kept_states if kept is not None]
 
 

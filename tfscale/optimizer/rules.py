@@ -8,7 +8,6 @@ step, where Keras calls them, so that they are also correct after gradient accum
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.plan import values_of
 from tfscale.exchange.shards import Shards
+from tfscale.exchange.tables import TableRows
 from tfscale.internals.optimizers import (
     decaying_as,
     has_outer_scaler,
@@ -30,6 +30,7 @@ from tfscale.internals.optimizers import (
     update_rule,
 )
 from tfscale.optimizer.lars import LARS
+from tfscale.optimizer.table_rules import on_rows
 
 logger = logging.getLogger("tfscale")
 
@@ -110,13 +111,16 @@ def on_pieces(optimizer: Any, reduced: Reduced, executor: Executor) -> Iterator[
         # Keras passes all gradients through one op of tf.distribute, which changes nothing here;
         # TensorFlow's time to infer its shapes grows with the square of their number.
         stack.enter_context(replaced(rule, _all_reduce_sum_gradients=list))
+        stack.enter_context(on_rows(rule))
+        group = executor.process_set.group()
+        pairs = zip(reduced.gradients, reduced.variables, strict=True)
+        given = [v for g, v in pairs if g is not None and not overwrites_with_gradient(v)]
+        parts = Parts(group, shards, given)
         if shards is not None:
-            clipped = [v for v in reduced.variables if not overwrites_with_gradient(v)]
-            positions = [i if i in shards.pieces else -1 for i in map(shards.position, clipped)]
-            pairs = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
-            stack.enter_context(decaying_as(rule, pairs))
-            clip_whole = functools.partial(clip, rule, positions=positions, shards=shards)
-            stack.enter_context(replaced(rule, _clip_gradients=clip_whole))
+            originals = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
+            stack.enter_context(decaying_as(rule, originals))
+        if parts.are_any:
+            stack.enter_context(replaced(rule, _clip_gradients=lambda g: clip(rule, g, parts)))
         if rule is not optimizer and executor.has_own_gradients(reduced.variables):
             group = executor.process_set.group()
             finite = replaced(optimizer, check_finite=lambda g: are_finite(g, group))
@@ -156,38 +160,81 @@ def are_finite(gradients: Sequence[Any], group: Group | None = None) -> tf.Tenso
     return tf.cast(least, tf.bool)
 
 
-def clip(
-    rule: Any, gradients: Sequence[Any], positions: Sequence[int], shards: Shards
-) -> list[tf.Tensor]:
+class Parts:
+    """Of which gradients of a step this rank has parts: of cut parameters, and of tables.
+
+    Attributes:
+        group: The ranks that have the other parts.
+        places: For each gradient the position of its part among those of all ranks; -1 for one that
+            every rank has whole.
+        n_places: Number of parts, also of those whose gradients only other ranks have.
+    """
+
+    def __init__(self, group: Group, shards: Shards | None, variables: Sequence[Any]) -> None:
+        """Sort the variables of a step's gradients."""
+        self.group = group
+        pieces = {} if shards is None else {i: place for place, i in enumerate(shards.pieces)}
+        tables = [v for v in variables if isinstance(v, TableRows) and group.size > 1]
+        at = {id(v): len(pieces) + i for i, v in enumerate(tables)}
+        place_of = (
+            {} if shards is None else {id(v): pieces.get(shards.position(v), -1) for v in variables}
+        )
+        self.places = [at.get(id(v), place_of.get(id(v), -1)) for v in variables]
+        self.n_places, self.are_any = len(pieces) + len(tables), shards is not None or bool(tables)
+        # Keras clips other sparse gradients by their values, perhaps of repeated indices.
+        self.are_dense = [shards is not None and id(v) not in at for v in variables]
+        dtypes = {tf.as_dtype(v.dtype) for v in (*tables, *(shards.variables if shards else ()))}
+        widest = tf.float64 if tf.float64 in dtypes else tf.float32
+        # Equal on all ranks, whatever parts they have.
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else widest
+
+    def norms(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Return the norm of each gradient of a whole variable. Collective."""
+        squares = [_square(g) for g in gradients]
+        square_of = {p: s for p, s in zip(self.places, squares, strict=True) if p >= 0}
+        zero = tf.zeros([], self._dtype)
+        every = range(self.n_places)
+        own = [tf.cast(square_of[p], self._dtype) if p in square_of else zero for p in every]
+        sums = self._sum_over_ranks(tf.stack(own))
+        pairs = zip(self.places, squares, strict=True)
+        return [tf.sqrt(tf.cast(sums[p], s.dtype) if p >= 0 else s) for p, s in pairs]
+
+    def global_norm(self, gradients: Sequence[Any]) -> tf.Tensor:
+        """Return the norm of all gradients of whole variables together. Collective."""
+        squares = [tf.cast(_square(g), self._dtype) for g in gradients]
+        pairs = list(zip(self.places, squares, strict=True))
+        # Not of `norms`: this rank has no gradients of variables that others own entirely.
+        total = self._sum_over_ranks(sum_of([s for p, s in pairs if p >= 0], self._dtype))
+        return tf.sqrt(total + sum_of([s for p, s in pairs if p < 0], self._dtype))
+
+    def _sum_over_ranks(self, values: tf.Tensor) -> tf.Tensor:
+        call = Call(self.group, "norms of gradients")
+        (total,) = runtime.backend().allreduce([values], call, Reduction())
+        return total
+
+
+def clip(rule: Any, gradients: Sequence[Any], parts: Parts) -> list[Any]:
     """Return gradients clipped as Keras does it, by the norms of whole variables. Collective.
 
-    `positions` are those of the gradients' variables in `shards`; -1 for one that is not cut.
+    IndexedSlices are clipped by their values, as Keras does it, too.
     """
-    dense = [tf.convert_to_tensor(g) for g in gradients]
+    pairs = zip(gradients, parts.are_dense, strict=True)
+    gradients = [tf.convert_to_tensor(g) if is_dense else g for g, is_dense in pairs]
     if rule.clipnorm and rule.clipnorm > 0:
-        norms = [tf.sqrt(square) for square in _squares(dense, positions, shards)]
         limit = rule.clipnorm
-        return [g * limit / tf.maximum(n, limit) for g, n in zip(dense, norms, strict=True)]
+        pairs = zip(gradients, parts.norms(gradients), strict=True)
+        return [_times(g, limit / tf.maximum(norm, limit)) for g, norm in pairs]
     if rule.global_clipnorm and rule.global_clipnorm > 0:
-        return _clip_globally(rule.global_clipnorm, dense, positions, shards)
+        limit, norm = rule.global_clipnorm, parts.global_norm(gradients)
+        # An infinite norm makes all gradients NaN, as in Keras.
+        scale = limit * tf.minimum(1 / norm, tf.constant(1 / limit, norm.dtype)) + (norm - norm)
+        return [_times(g, scale) for g in gradients]
     if rule.clipvalue and rule.clipvalue > 0:
-        return [tf.clip_by_value(g, -rule.clipvalue, rule.clipvalue) for g in dense]
-    return dense
-
-
-def _clip_globally(
-    limit: float, gradients: list[tf.Tensor], positions: Sequence[int], shards: Shards
-) -> list[tf.Tensor]:
-    dtype = _dtype_of_norms(shards)
-    squares = [tf.cast(tf.reduce_sum(g * g), dtype) for g in gradients]
-    shared = [s for s, p in zip(squares, positions, strict=True) if p >= 0]
-    local = [s for s, p in zip(squares, positions, strict=True) if p < 0]
-    # Not of `_squares`: this rank has no gradients of variables that others own entirely.
-    total = _sum_over_ranks(sum_of(shared, dtype), shards)
-    norm = tf.sqrt(total + sum_of(local, dtype))
-    # An infinite norm makes all gradients NaN, as in Keras.
-    scale = limit * tf.minimum(1 / norm, tf.constant(1 / limit, norm.dtype)) + (norm - norm)
-    return [g * tf.cast(scale, g.dtype) for g in gradients]
+        limit = rule.clipvalue
+        return [
+            _changed(g, lambda values: tf.clip_by_value(values, -limit, limit)) for g in gradients
+        ]
+    return list(gradients)
 
 
 def sum_of(scalars: Sequence[tf.Tensor], dtype: tf.DType = tf.float64) -> tf.Tensor:
@@ -196,33 +243,16 @@ def sum_of(scalars: Sequence[tf.Tensor], dtype: tf.DType = tf.float64) -> tf.Ten
     return tf.reduce_sum(tf.stack([tf.zeros([], dtype), *scalars]))
 
 
-def _squares(
-    gradients: list[tf.Tensor], positions: Sequence[int], shards: Shards
-) -> list[tf.Tensor]:
-    """Return the sum of squares of each gradient's whole variable."""
-    squares = [tf.reduce_sum(g * g) for g in gradients]
-    dtype = _dtype_of_norms(shards)
-    parts = {p: s for p, s in zip(positions, squares, strict=True) if p >= 0}
-    vector = [
-        tf.cast(parts[i], dtype) if i in parts else tf.zeros([], dtype) for i in shards.pieces
-    ]
-    sums = _sum_over_ranks(tf.stack(vector), shards)
-    sum_of_piece = {position: number for number, position in enumerate(shards.pieces)}
-    return [
-        tf.cast(sums[sum_of_piece[p]], s.dtype) if p >= 0 else s
-        for p, s in zip(positions, squares, strict=True)
-    ]
+def _square(gradient: Any) -> tf.Tensor:
+    values = values_of(gradient)
+    return tf.reduce_sum(values * values)
 
 
-def _dtype_of_norms(shards: Shards) -> tf.DType:
-    """Return the dtype in which ranks add squares: equal on all, whatever parts they own."""
-    dtypes = {tf.as_dtype(variable.dtype) for variable in shards.variables}
-    if len(dtypes) == 1:
-        return dtypes.pop()
-    return tf.float64 if tf.float64 in dtypes else tf.float32
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    return _changed(gradient, lambda values: values * tf.cast(factor, values.dtype))
 
 
-def _sum_over_ranks(values: tf.Tensor, shards: Shards) -> tf.Tensor:
-    call = Call(shards.group, "norms of gradients")
-    (total,) = runtime.backend().allreduce([values], call, Reduction())
-    return total
+def _changed(gradient: Any, change: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return change(gradient)
+    return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)

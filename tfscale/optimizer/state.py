@@ -1,29 +1,27 @@
 """Complete state of an optimizer whose ranks hold parts: gather, keep, load and checkpoint it.
 
 `KeptState` gathers state, keeps the result and cuts state that is loaded; `Slots` are the parts in
-checkpoints of tfscale; `Meeting` waits for the ranks. For tf.train.Checkpoint a node stands for
-the optimizer, with complete state.
+checkpoints of tfscale. For tf.train.Checkpoint a node stands for the optimizer, with complete
+state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent import futures
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import objects, runtime
-from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
-from tfscale.comm.eager import raise_own_errors
+from tfscale.comm.backends.base import Call
+from tfscale.comm.meeting import Meeting
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ExchangeError, settings
 from tfscale.exchange.shards import Shards
 from tfscale.exchange.states import Range, Saved, SavedStates, Scope, copy_of
+from tfscale.exchange.tables import TableRows
 from tfscale.internals import optimizers as internals
 from tfscale.internals.keras import replace_methods, restore_methods
 from tfscale.internals.tracking import ReplacingNode, ValueNode
@@ -339,14 +337,21 @@ class Slots:
     def _slots(self, scope: Scope) -> tuple[dict[int, Any], dict[int, tuple[Any, Range | None]]]:
         """Return the variables that are equal in a group, and this rank's parts, both by index.
 
-        Local variables are left out. A part comes with its range of the flat variable; None for
-        all.
+        Local variables are left out. A part comes with its range of the flat variable, or of the
+        flat table in the order of positions; None for all.
         """
         shared = self._kept.shared if self._kept else frozenset()
         local = {id(variable) for variable in scope.local}
-        variables = enumerate(self._optimizer.variables)
-        whole = {i: v for i, v in variables if i not in shared and id(v) not in local}
-        return whole, self._kept.own_parts() if self._kept else {}
+        numbered = list(enumerate(self._optimizer.variables))
+        rule = internals.update_rule(self._optimizer)
+        trained, owners = internals.trained_by(rule), internals.slots_of(rule)
+        rows = {i: trained[owners[id(v)]] for i, v in numbered if id(v) in owners}
+        of_tables = {
+            i: (v, rows[i].held) for i, v in numbered if isinstance(rows.get(i), TableRows)
+        }
+        apart = shared | of_tables.keys()
+        whole = {i: v for i, v in numbered if i not in apart and id(v) not in local}
+        return whole, {**(self._kept.own_parts() if self._kept else {}), **of_tables}
 
     def _masters(self, scope: Scope) -> dict[str, tuple[Any, Range]]:
         """Return this rank's exact parts of weights that are sent rounded, with their ranges."""
@@ -364,60 +369,6 @@ class Slots:
 
 def _assign(variable: Any, want: Range | None, saved: SavedStates, name: str) -> None:
     variable.assign(np.reshape(saved.slot(name, want), tuple(variable.shape)))
-
-
-class Meeting:
-    """A barrier with a timeout for the ranks of a group.
-
-    An eager collective that a rank never joins would break the order of all later ones. So this
-    barrier is a traced function, which has its own plan, and runs on a thread. It has two rounds:
-    the first ends when a thread of each rank has arrived, the second tests whether each rank still
-    waits. A rank that times out continues, and its thread informs late ranks in the second round.
-    """
-
-    def __init__(self, group: Group) -> None:
-        """Trace the rounds, on all ranks of the group at the same point of their program."""
-
-        def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
-            call = Call(group, "meeting of ranks", stream="meeting")
-            return runtime.backend().allreduce([value], call, Reduction(ReduceOp.MIN))[0]
-
-        spec = tf.TensorSpec([], tf.int32)
-        self._least = tf.function(least_over_ranks, input_signature=[spec], autograph=False)
-        self._least.get_concrete_function()
-        self._lock = threading.Lock()
-        self._is_wanted = self._is_met = False
-        self._attempt: futures.Future[bool] = futures.Future()
-        self._attempt.set_result(False)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether all ranks arrive in time. Collective, on the main thread.
-
-        After a timeout the attempt stays pending, and the next call resumes it.
-        """
-        deadline = time.monotonic() + timeout_s
-        self._is_wanted = True
-        while True:
-            if self._attempt.done():
-                self._attempt, self._is_met = futures.Future(), False
-                threading.Thread(target=self._run, name="tfscale-meeting", daemon=True).start()
-            futures.wait([self._attempt], max(deadline - time.monotonic(), 0.0))
-            with self._lock:
-                if not self._attempt.done() and not self._is_met:
-                    self._is_wanted = False
-                    return False
-            # All ranks are in the second round, which takes no time.
-            if raise_own_errors(self._attempt.result):
-                return True
-
-    def _run(self) -> None:
-        try:
-            self._least(tf.constant(1))
-            with self._lock:
-                self._is_met, is_wanted = True, self._is_wanted
-            self._attempt.set_result(bool(self._least(tf.constant(int(is_wanted)))))
-        except Exception as error:  # Raised where a rank waits.
-            self._attempt.set_exception(error)
 
 
 def n_bytes(variables: Any) -> int:

@@ -12,6 +12,10 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import logging
+import math
 import os
 import sys
 import time
@@ -29,7 +33,7 @@ from tfscale.callbacks.batch_size_schedule import ChangingBatchSize
 from tfscale.callbacks.metric_average import metrics_of_all_ranks
 from tfscale.comm import objects, runtime
 from tfscale.comm.eager import raise_own_errors
-from tfscale.config import ConfigError, replace_environment, require
+from tfscale.config import ConfigError, read_size, replace_environment, require
 from tfscale.data.global_batches import GlobalBatches
 from tfscale.exchange import batch_shares as shares
 from tfscale.exchange.base import resolve
@@ -50,14 +54,20 @@ from tfscale.internals.optimizers import (
     inner_optimizers,
     is_wrapped,
     optimizers_of,
+    trained_by,
     update_rule,
 )
+from tfscale.layers.sharded_embedding import UNSUPPORTED, ShardedEmbedding
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
+from tfscale.optimizer.table_rules import tables_of
+from tfscale.optimizer.table_state import KeptTables
 from tfscale.start import init
 from tfscale.transparent import files
 from tfscale.transparent.files import WrittenOnce, share_logs
 from tfscale.transparent.verify import Verifier, Verify, require_verify
+
+logger = logging.getLogger("tfscale")
 
 BatchNorm = Literal["global", "local"]
 Decode = Literal["rows", "batches"]
@@ -86,6 +96,7 @@ def distribute(
     all_output: bool = False,
     verify: Verify = "first",
     decode: Decode = "rows",
+    shard_embeddings: int | str | None = None,
 ) -> Distributed:
     """Let this script's Keras models train on all ranks as they would in one process.
 
@@ -111,6 +122,10 @@ def distribute(
         decode: What each rank makes of a `tf.data.Dataset`: "rows", its own rows of each batch
             where the steps allow, that is, `map` without state before `batch`; "batches", whole
             batches, of which it then takes its rows.
+        shard_embeddings: Size of a table, such as "100MB" or a number of bytes, from which on an
+            Embedding becomes a `tfscale.layers.ShardedEmbedding`. Subclasses, and layers with
+            arguments that it does not support, stay, with a log line. Steps of models with such
+            tables are not verified. None: no Embedding does.
 
     Returns:
         An object whose `undo()` restores Keras, except for optimizers that were wrapped.
@@ -135,6 +150,7 @@ def distribute(
     require_verify(verify)
     require(decode in get_args(Decode), "decode", "'rows' or 'batches'", decode)
     resolve(exchange)
+    least_bytes = 0 if shard_embeddings is None else read_size(shard_embeddings, "shard_embeddings")
     began_s = time.clock_gettime(_CLOCK_OF_FILES)
     init()
     if seed is None:  # sent only then: TensorFlow's threads and devices cannot be set afterwards
@@ -142,7 +158,9 @@ def distribute(
         seed = objects.broadcast_object(drawn, 0, name="seed")
     keras.utils.set_random_seed(seed)
     if _running is None:
-        _running = Distributed(exchange, batch_norm, all_output, verify, decode, began_s)
+        _running = Distributed(
+            exchange, batch_norm, all_output, verify, decode, began_s, least_bytes
+        )
     return _running
 
 
@@ -157,6 +175,7 @@ class Distributed:
         verify: Verify,
         decode: Decode,
         began_s: float,
+        least_bytes: int = 0,
     ) -> None:
         self._exchange, self._patches = exchange, Patches()
         # Of each model, the batches of each kind of step.
@@ -199,6 +218,10 @@ class Distributed:
         self._patches.wrap(tf.data.Dataset, "__iter__", OrderedPipelines().iterate)
         if decode == "rows":
             self._patches.wrap_datasets(self._pipelines.serve)
+        if least_bytes:
+            tables = functools.partial(_new_embedding, least_bytes)
+            self._patches.wrap(keras.layers.Embedding, "__new__", tables)
+            self._patches.wrap(keras.optimizers.Optimizer, "load_own_variables", _load_own_rows)
         strategy = resolve(exchange).within_group()
         files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
         shares.use(True)
@@ -446,6 +469,41 @@ def _refuse_stateful(model: keras.Model) -> None:
             "with stateful=True. Use stateful=False, or train without tfscale.distribute, with "
             "sequences of its own for each rank: see 'Data' in the documentation."
         )
+
+
+# Tables.
+
+
+def _new_embedding(least_bytes: int, new: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return a new Embedding, with rows over the ranks if its table has `least_bytes` or more."""
+    plain = keras.layers.Embedding
+    if not issubclass(cls, plain):
+        return new(cls, *args, **kwargs)
+    arguments = inspect.signature(plain.__init__).bind_partial(None, *args, **kwargs).arguments
+    n_values = math.prod(arguments.get(n, 0) for n in ("input_dim", "output_dim"))
+    n_bytes = n_values * tf.as_dtype(keras.config.floatx()).size
+    if n_bytes < least_bytes:
+        return new(cls, *args, **kwargs)
+    refused = [n for n in UNSUPPORTED if arguments.get(n) is not None]
+    name = f"{cls.__name__}({arguments['input_dim']}, {arguments['output_dim']})"
+    n_mb, is_first = n_bytes / (1 << 20), runtime.rank() == 0
+    if cls is plain and not refused:
+        level = logging.INFO if is_first else logging.DEBUG
+        logger.log(level, "%s has %.3g MB: its rows are spread over the ranks.", name, n_mb)
+        return ShardedEmbedding(*args, **kwargs)
+    why = f"it has {refused[0]}" if refused else "it is a subclass"
+    level = logging.WARNING if is_first else logging.INFO
+    logger.log(level, "%s has %.3g MB, and stays whole on every rank: %s.", name, n_mb, why)
+    return new(cls, *args, **kwargs)
+
+
+def _load_own_rows(load: Any, optimizer: Any, store: Any) -> None:
+    """Load the state of an optimizer, of which slots for tables have this rank's rows."""
+    tables = tables_of(trained_by(update_rule(optimizer)))
+    if tables and len(store) == len(optimizer.variables):
+        kept = KeptTables([], tables, update_rule(optimizer))
+        store = kept.cut(optimizer.variables, store)
+    load(optimizer, store)
 
 
 # Strategies of tf.distribute.

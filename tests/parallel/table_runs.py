@@ -1,0 +1,103 @@
+"""Cases that `test_tables` runs on ranks of their own; the environment names their folder."""
+
+import functools
+import os
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import tfscale
+from tests.helpers.equality import OPTIMIZERS
+from tests.helpers.ranks import InterruptAt, Interruption, float64, outcome
+from tests.helpers.tables import BATCH, N_ROWS, ids_of, new_model, targets, whole_weights
+
+EPOCHS = 3
+
+
+def compiled(exchange="allreduce") -> keras.Model:
+    model = new_model(tfscale.layers.ShardedEmbedding)
+    optimizer = tfscale.DistributedOptimizer(OPTIMIZERS["adam"](), exchange=exchange)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def train(*watching: keras.callbacks.Callback) -> None:
+    """Train from the last checkpoint; write the results under the number of ranks."""
+    folder = Path(os.environ["TABLE_FOLDER"])
+    with float64():
+        model = compiled("sharded" if tfscale.size() == 3 else "allreduce")
+        data = tfscale.data.GlobalBatches(ids_of(), targets(), batch_size=BATCH, seed=4)
+        steps = [tfscale.callbacks.Checkpoint(folder / "run", every_n_steps=1)]
+        callbacks = [*steps, tfscale.callbacks.Synchronize(), *watching]
+        model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
+        values = [*whole_weights(model), *model.optimizer.full_state()]
+        if tfscale.rank() == 0:
+            np.savez(folder / f"{os.environ['TABLE_RUN']}.npz", *values)
+
+
+def train_until() -> None:
+    """Train until the end of an epoch, that of the number of ranks before it."""
+    try:
+        train(InterruptAt(int(os.environ["TABLE_EPOCH"])))
+    except Interruption:
+        tfscale.barrier()
+
+
+def ids_that_are_no_rows() -> None:
+    """All ranks fail, and name table, rank and id, in a step or where they learn of it."""
+    rank, bad = tfscale.size() - 1, N_ROWS
+    model = tfscale.prepare(compiled())
+    ids, y = ids_of(8), targets(8)
+    if tfscale.rank() == rank:
+        ids[0][3, 1] = bad
+    action = model.predict if os.environ["TABLE_RUN"] == "predict" else model.fit
+    given = (list(ids),) if action == model.predict else (list(ids), y)
+    text = outcome(functools.partial(action, *given, verbose=0))
+    for part in (f"ids must be 0 to {bad - 1}", "embedding", f"id {bad} on rank {rank}"):
+        assert part in text, text
+
+
+def predict_alone() -> None:
+    """A rank that predicts alone gets an error within the time limit of saves."""
+    model = tfscale.prepare(compiled())
+    if tfscale.rank() == 0:
+        text = outcome(functools.partial(model.predict, list(ids_of(4)), verbose=0))
+        assert "model.predict must run on all ranks" in text and "embedding" in text, text
+    tfscale.barrier()
+    assert model.predict(list(ids_of(4)), verbose=0).shape == (4, 3)
+
+
+class Own(keras.layers.Embedding):
+    pass
+
+
+def script(path: Path) -> list:
+    """What a script that knows nothing of tfscale computes."""
+    keras.utils.set_random_seed(4)
+    inputs = keras.Input((3,), dtype="int64")
+    rows = [keras.layers.Embedding(N_ROWS, 4)(inputs), Own(N_ROWS, 4)(inputs)]
+    rows = keras.layers.Flatten()(keras.layers.add(rows))
+    model = keras.Model(inputs, keras.layers.Dense(3)(rows))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    x, y = ids_of(102)[0], targets(102)  # the last batch of 81 has one row
+    history = model.fit(x, y, epochs=2, batch_size=16, validation_split=0.2, verbose=0).history
+    model.save(path)
+    again = keras.models.load_model(path, custom_objects={"Own": Own})
+    results = [*history.values(), model.evaluate(x, y, verbose=0), again.predict(x, verbose=0)]
+    kinds = [type(layer).__name__ for layer in (model.layers[1], again.layers[1], model.layers[2])]
+    return [kinds, *results, again.train_on_batch(x[:7], y[:7])]
+
+
+def unchanged_script() -> None:
+    """Rows of an Embedding of a script are spread; all numbers are those of one process."""
+    folder = Path(os.environ["TABLE_FOLDER"])
+    with float64():
+        plain, *expected = script(folder / f"plain-{tfscale.rank()}.keras")
+        job = tfscale.distribute(seed=4, shard_embeddings="1KB")
+        kinds, *ours = script(folder / "sharded.keras")
+        job.undo()
+    assert plain == ["Embedding", "Embedding", "Own"]
+    assert kinds == ["ShardedEmbedding", "ShardedEmbedding", "Own"]
+    for mine, single in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(mine, single, rtol=0, atol=1e-10)
