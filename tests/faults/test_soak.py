@@ -66,7 +66,9 @@ def test_preempted_and_started_again(tmp_path):
         process.send_signal(signal.SIGTERM)
         text, _ = process.communicate(timeout=START_S)
         assert process.returncode == 75, text
-        (saved,) = re.findall(r"tfscale: saved step (\d+) in (\S+), and stopped, as requested", text)
+        (saved,) = re.findall(
+            r"tfscale: saved step (\d+) in (\S+), and stopped, as requested", text
+        )
         assert "restart 1" not in text
         newest = list_checkpoints(tmp_path / "checkpoints")[0]
         assert newest.is_finished and newest.step > 0
