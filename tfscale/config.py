@@ -142,6 +142,7 @@ PREEMPTED = exit_codes.PREEMPTED
 
 LOOPBACK = "127.0.0.1"
 BACKENDS = ("auto", "engine", "horovod", "single")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,8 @@ class Settings:
         start_s: TFSCALE_START_S. Seconds without a sign of a host after which `tfscale run` names
             it; after five times as long the job ends.
         timeline: TFSCALE_TIMELINE. Folder for a timeline of the whole job; "" for none.
+        log_level: TFSCALE_LOG_LEVEL. Least level of tfscale's log that rank 0 shows on standard
+            error, one of `LOG_LEVELS`; "" leaves it to the program.
         metrics: TFSCALE_METRICS. Address at which rank 0 serves metrics of the training,
             "HOST:PORT" or ":PORT"; "" for none.
         metrics_token: TFSCALE_METRICS_TOKEN. Bearer token that readers of the metrics must send;
@@ -191,6 +194,7 @@ class Settings:
     save_timeout_s: float = 10.0
     start_s: float = 60.0
     timeline: str = ""
+    log_level: str = ""
     metrics: str = ""
     metrics_token: str = dataclasses.field(default="", repr=False)
 
@@ -200,6 +204,9 @@ class Settings:
         choices = 'none, last, a list ("7,15") or the first core and a step ("7+8")'
         is_rule = re.fullmatch(r"none|last|\d{1,4}(,\d{1,4})*|\d{1,4}\+\d{1,4}", self.pin_core)
         require(bool(is_rule), "TFSCALE_PIN_CORE", choices, self.pin_core, "The default is none.")
+        choices = f"one of {', '.join(LOG_LEVELS)}"
+        is_level = not self.log_level or self.log_level in LOG_LEVELS
+        require(is_level, "TFSCALE_LOG_LEVEL", choices, self.log_level, "Example: info.")
         if self.metrics:
             parse_address(self.metrics, "TFSCALE_METRICS")
         for name, low, high in (

@@ -88,11 +88,28 @@ def init(
     process.write_state(process.ALONE if is_alone else process.JOINED)
     atexit.register(_leave_at_exit)
     if runtime.rank() == 0:
+        show_log(settings.log_level)
         warn_of_untested(tf.__version__, keras.__version__)
     if settings.timeline and not runtime.is_single():
         timeline.start_automatic(settings.timeline)
     for process_set in added or ():
         _add(process_set, comm)
+
+
+def show_log(level: str) -> None:
+    """Show tfscale's log from a level on, on standard error; "" changes nothing.
+
+    Where a program has configured Python's root logger, that one shows the lines.
+    """
+    if not level:
+        return
+    if logger.name not in {handler.name for handler in logger.handlers}:
+        handler = logging.StreamHandler()
+        handler.set_name(logger.name)
+        handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        logger.addHandler(handler)
+    logger.setLevel(level.upper())
 
 
 def require_size(launch: Launch | None, size: int) -> None:

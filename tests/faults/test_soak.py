@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,10 +66,13 @@ def test_preempted_and_started_again(tmp_path):
         process.send_signal(signal.SIGTERM)
         text, _ = process.communicate(timeout=START_S)
         assert process.returncode == 75, text
-        assert "Saved and stopped, as requested" in text
+        (saved,) = re.findall(
+            r"tfscale: saved step (\d+) in (\S+), and stopped, as requested", text
+        )
         assert "restart 1" not in text
         newest = list_checkpoints(tmp_path / "checkpoints")[0]
         assert newest.is_finished and newest.step > 0
+        assert saved == (str(newest.step), str(tmp_path / "checkpoints"))
         (tmp_path / "hurry").touch()
         n_epochs = newest.step // STEPS_PER_EPOCH
         process = start(*RUN, TRAINING, tmp_path, (n_epochs + 2) * STEPS_PER_EPOCH, "allreduce")

@@ -263,6 +263,7 @@ def test_nan_in_the_last_step_of_an_epoch_is_not_saved(tmp_path, caplog):
     with pytest.raises(SystemExit):
         fit(Checkpoint(tmp_path / "asked"), act, epochs=2, data=with_nan_in_the_last_row())
     assert steps_in(tmp_path / "asked") == []
+    assert "tfscale: stopped, as requested; no checkpoint was written." in caplog.text
 
 
 def test_a_skipped_step_leaves_a_model_that_is_saved(tmp_path):

@@ -57,7 +57,7 @@ def received():
 
 
 @pytest.mark.parametrize(("way", "step"), [("signal", 5), ("call", 11)])
-def test_asked_to_make_room(tmp_path, received, way, step):
+def test_asked_to_make_room(tmp_path, received, way, step, caplog):
     """SIGTERM is handled while `fit` runs, and by the handler from before, afterwards."""
     whole, _ = fit(None)
     ask = preemption.request_save_and_stop
@@ -66,6 +66,8 @@ def test_asked_to_make_room(tmp_path, received, way, step):
     with pytest.raises(SystemExit) as end:
         fit(Checkpoint(tmp_path, every_n_epochs=9), Act(step, ask))
     assert end.value.code == PREEMPTED == 75
+    line = f"tfscale: saved step {step + 1} in {tmp_path}, and stopped, as requested: start the job"
+    assert line in caplog.text
     assert steps_in(tmp_path) == [step + 1] and not preemption.is_requested()
     model, _ = fit(Checkpoint(tmp_path))
     require_equal(model, whole)

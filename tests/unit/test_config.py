@@ -1,9 +1,11 @@
 """Settings: defaults, what the environment sets, and errors that name the variable."""
 
 import dataclasses
+import logging
 
 import pytest
 
+import tfscale
 from tfscale import config
 from tfscale.comm.backends import engine
 from tfscale.config import ConfigError, Settings, parse_settings, variable_name
@@ -23,6 +25,7 @@ DEFAULTS = {
     "TFSCALE_SAVE_TIMEOUT_S": 10.0,
     "TFSCALE_TIMELINE": "",
     "TFSCALE_START_S": 60.0,
+    "TFSCALE_LOG_LEVEL": "",
     "TFSCALE_METRICS": "",
     "TFSCALE_METRICS_TOKEN": "",
 }
@@ -42,6 +45,40 @@ def test_every_variable_is_read():
     assert parse_settings({**environ, "OTHER": "ignored"}) == expected
 
 
+@pytest.fixture
+def log():
+    """The logger of tfscale; afterwards it is as it was before."""
+    logger = logging.getLogger("tfscale")
+    handlers, level = [*logger.handlers], logger.level
+    yield logger
+    for handler in {*logger.handlers} - {*handlers}:
+        logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_the_level_of_the_log(monkeypatch, capsys, log):
+    """Each line once: by a handler of tfscale, or by that of the program."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest has its own
+    monkeypatch.setattr(config, "settings", lambda: Settings(log_level="info"))
+    for _ in range(2):  # a job joined again
+        tfscale.init()
+        tfscale.shutdown()
+    log.debug("too fine")
+    log.info("shown by %s", "tfscale")
+    logging.basicConfig(format="program: %(message)s")
+    log.info("shown by the program")
+    logging.getLogger("other").info("not of tfscale")
+    expected = "INFO:tfscale:shown by tfscale\nprogram: shown by the program\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_other_ranks_show_warnings_only(monkeypatch, log):
+    monkeypatch.setattr(config, "settings", lambda: Settings(log_level="info"))
+    with tfscale.testing.pretend_rank(1, 2):
+        tfscale.init()
+    assert not log.handlers and log.level == logging.NOTSET
+
+
 def test_words_for_yes_and_no():
     for text, value in (("true", True), ("YES", True), ("0", False), ("No", False)):
         assert parse_settings({"TFSCALE_SET_THREADS": text}).set_threads is value
@@ -52,6 +89,7 @@ def test_words_for_yes_and_no():
     [
         ("BACKEND", "mpi", "one of auto, engine, horovod, single"),
         ("SET_THREADS", "maybe", "1 or 0"),
+        ("LOG_LEVEL", "INFOS", "one of debug, info, warning, error"),
         ("PIN_CORE", "a", "none, last, a list"),
         ("PIN_CORE", "1,,2", "none, last, a list"),
         ("CHUNK_BYTES", "1e6", "a whole number"),

@@ -25,7 +25,7 @@ PURE = """
 SETTINGS = """
     backend stall_warning_s stall_shutdown_s chunk_bytes window_bytes host_memory
     reduce_threads pin_core ranks_per_host set_threads save_timeout_s start_s timeline
-    metrics metrics_token
+    log_level metrics metrics_token
     """
 
 

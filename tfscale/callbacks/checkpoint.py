@@ -273,8 +273,17 @@ class Checkpoint(Callback):
         if self._is_stopping:
             preemption.forget_request()
             if runtime.rank() == 0:
-                logger.warning("Saved and stopped, as requested: start the job again to resume.")
+                logger.warning("%s", self._describe_stop())
             raise SystemExit(PREEMPTED)
+
+    def _describe_stop(self) -> str:
+        """The line about a stop on request."""
+        if self._saved == 0:
+            return "tfscale: stopped, as requested; no checkpoint was written."
+        return (
+            f"tfscale: saved step {self._saved} in {self.directory}, and stopped, as requested: "
+            "start the job again to resume."
+        )
 
 
 class BackupAndRestore(Checkpoint):

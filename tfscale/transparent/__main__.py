@@ -44,7 +44,7 @@ def add_options_of_distribute(add: Callable[..., Any], start: str = "") -> None:
     add("--all-output", action="store_true", help=what)
     what = f"{start}compare steps with those of one process: off, first, N (default: first)"
     add("--verify", type=read_verify, metavar="STEPS", help=what)
-    what = f"{start}what each rank decodes of a tf.data.Dataset (default: rows)"
+    what = f"{start}what each rank prepares of a tf.data.Dataset (default: rows)"
     add("--decode", choices=["rows", "batches"], help=what)
     what = f"{start}spread rows of Embedding layers of this size or more, 100MB, over the ranks"
     add("--shard-embeddings", metavar="SIZE", help=what)
