@@ -80,7 +80,7 @@ UNITS = (
     Unit("users' scripts", 20.0, ("tests/scripts",)),
     Unit("compression", 10.0, (f"{JOBS}_compression.py",)),
     Unit("recipes", 8.0, (f"{JOBS}_recipes_smoke.py",)),
-    Unit("resumed jobs", 8.0, (f"{JOBS}_resume.py",)),
+    Unit("resumed jobs", 10.0, (f"{JOBS}_resume.py", f"{JOBS}_tables.py")),
     Unit(
         "jobs",
         10.0,

@@ -35,6 +35,7 @@ from tfscale.config import (
     RankError,
     check_integer,
     environment,
+    read_size,
     require,
     variable_name,
 )
@@ -87,6 +88,7 @@ def run(
     seed: int | None = None,
     verify: str | int | None = None,
     decode: str | None = None,
+    shard_embeddings: str | int | None = None,
     all_output: bool = False,
     output_prefix: bool = False,
     env: Mapping[str, str] | None = None,
@@ -127,6 +129,8 @@ def run(
         seed: For `distribute`: seed of Python, NumPy, TensorFlow and Keras.
         verify: For `distribute`: steps to verify, "off", "first" or a number.
         decode: For `distribute`: what a rank makes of a `tf.data.Dataset`, "rows" or "batches".
+        shard_embeddings: For `distribute`: size of a table, such as "100MB", from which on its rows
+            are spread over the ranks.
         all_output: Show what ranks other than 0 print, too. Standard error is always shown.
         output_prefix: Print the rank before each line.
         env: Environment variables of the ranks in addition to those of this process.
@@ -206,6 +210,8 @@ def call_on_ranks(
     require(callable(func), "func", "a function", func)
     if options["distribute"]:
         _check_choices(*(options[name] for name in ("exchange", "batch_norm", "verify", "decode")))
+        if options["shard_embeddings"] is not None:
+            read_size(options["shard_embeddings"], "shard_embeddings")
     variables = {str(name): str(value) for name, value in (options["env"] or {}).items()}
     if (start_s := options.pop("start_timeout", None)) is not None:
         variables[variable_name("start_s")] = str(start_s / END_FACTOR)
