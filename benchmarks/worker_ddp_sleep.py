@@ -6,6 +6,7 @@ time forward and one backward.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch import nn
 from benchmarks import layer_tables
 from benchmarks.places import SLOW_MOTION
 
+_PARTS = 8  # as many as tfscale's "auto" makes buckets
 _FACTOR = float(os.environ.get(SLOW_MOTION, "1"))
 _free_at = 0.0  # when the core of this process has done all that was begun
 
@@ -65,8 +67,17 @@ class Nap(nn.Module):
 
 
 def build(name: str, speed: float) -> nn.Sequential:
-    """Make the model of a table for a core `speed` times as fast as that of the table."""
-    rows = layer_tables.read()[name]["layers"]
-    return nn.Sequential(
-        *(Nap(x["forward_s"] / speed, x["backward_s"] / speed, x["weights"]) for x in rows)
-    )
+    """Make the model of a table for a core `speed` times as fast as that of the table.
+
+    Its layers are in about `_PARTS` parts of equal size, which FSDP2 shards each.
+    """
+    part_bytes = layer_tables.gradient_bytes(name) / _PARTS
+    parts: list[list[Nap]] = [[]]
+    n_bytes = 0
+    for row in layer_tables.read()[name]["layers"]:
+        if n_bytes >= part_bytes:
+            parts.append([])
+            n_bytes = 0
+        parts[-1].append(Nap(row["forward_s"] / speed, row["backward_s"] / speed, row["weights"]))
+        n_bytes += 4 * sum(math.prod(shape) for shape in row["weights"])
+    return nn.Sequential(*(nn.Sequential(*part) for part in parts))
