@@ -6,6 +6,8 @@
 namespace tfscale {
 namespace {
 
+// Under way at most, of tasks whose order is that of their readers, unless it is one: small ones
+// are sent together.
 constexpr int64_t kOrderedBytes = 4 << 20;
 
 }  // namespace
