@@ -133,7 +133,7 @@ def step_cells(choice: Choice) -> list[Cell]:
 
 
 def is_asleep(place: str) -> bool:
-    """Whether layers sleep at a place."""
+    """True for a place where layers sleep."""
     return parse_place(place).sleep_speed is not None
 
 

@@ -73,7 +73,7 @@ class Own(keras.layers.Embedding):
 
 
 def script(path: Path) -> list:
-    """What a script that knows nothing of tfscale computes."""
+    """Train a script without tfscale's names, with its tables spread by the launcher's option."""
     keras.utils.set_random_seed(4)
     inputs = keras.Input((3,), dtype="int64")
     rows = [keras.layers.Embedding(N_ROWS, 4)(inputs), Own(N_ROWS, 4)(inputs)]

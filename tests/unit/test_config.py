@@ -58,7 +58,10 @@ def log():
 
 def test_the_level_of_the_log(monkeypatch, capsys, log):
     """Each line once: by a handler of tfscale, or by that of the program."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest has its own
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # pytest has its own
+    monkeypatch.setattr(root, "level", root.level)  # absl and other tests set it
+    root.setLevel(logging.WARNING)
     monkeypatch.setattr(config, "settings", lambda: Settings(log_level="info"))
     for _ in range(2):  # a job joined again
         tfscale.init()

@@ -49,7 +49,7 @@ def test_buckets(specs, bucket_bytes):
 
 
 def test_the_last_of_several_buckets_are_small():
-    """What is sent when back-propagation has ended, and read first in the next step."""
+    """Nothing hides them: back-propagation has ended, and the next step reads them first."""
     mb = 2**20
     specs = [GradientSpec(f"layer{i}", (mb // 8,), "float32") for i in range(128)]
     buckets = build_buckets(specs, 8 * mb)

@@ -149,7 +149,7 @@ def texts_of(module):
 
 
 def test_messages_name_pages_by_their_titles():
-    """Who has installed a wheel has no folder `docs`; titles are those of the site."""
+    """An installed wheel has no folder `docs`: errors name titles of the site."""
     nav = (ROOT / "mkdocs.yml").read_text()
     titles = set(re.findall(r"^      - (.+?): \S+\.md$", nav, re.MULTILINE))
     named = r"'([A-Z][^']+)'(?: and '([^']+)')?(?:, section '[^']+',)? in the documentation"

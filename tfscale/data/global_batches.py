@@ -375,7 +375,7 @@ class GlobalBatches(keras.utils.PyDataset):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether ranks may have different numbers of rows of a batch that is trained on.
+        """True if ranks may have different numbers of rows of a batch in training.
 
         The ranks divide each full batch, so it does not depend on the batch size.
         """

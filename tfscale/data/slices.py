@@ -57,7 +57,7 @@ class BatchSlices:
 
     @property
     def are_even(self) -> bool:
-        """Whether all ranks have equally many rows of each global batch."""
+        """True if all ranks have equally many rows of each global batch."""
         return self.remainder % self.size == 0
 
     def rows(self, step: int) -> int:

@@ -357,7 +357,7 @@ def look_up(
 
 
 def _require_rows(rows: TableRows, name: str, bad: tf.Tensor, ranks: tf.Tensor) -> list[Any]:
-    """Fail if there are ids that are no rows; return what must be awaited in a traced function."""
+    """The checks that ids are rows, which a traced function must wait for; an error otherwise."""
     text = f"ids must be 0 to {rows.table.n_rows - 1} in the table of {name}. Received: id "
 
     def refuse(bad: tf.Tensor, ranks: tf.Tensor) -> np.ndarray:

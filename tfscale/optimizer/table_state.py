@@ -70,12 +70,12 @@ class KeptTables:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether gathered arrays are still valid; at least one rank has them."""
+        """True while gathered arrays are valid; at least one rank has them."""
         return self._gathered_at is not None and self._gathered_at == self._version()
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank has the arrays."""
+        """True if this rank has the arrays."""
         return self.is_gathered and self._arrays is not None
 
     def gather(self, is_kept: bool = True) -> dict[int, np.ndarray]:
