@@ -6,7 +6,7 @@ Undocumented names of Keras used here, checked with Keras 3.10 and 3.15:
 `_exclude_from_weight_decay`, `_exclude_from_weight_decay_pattern`,
 `_model_variables_moving_average`, `_update_model_variables_moving_average`, `_track_variable`,
 `_tracker`, `_trainable_variables_indices`, `_distribution_strategy`, `_all_reduce_sum_gradients`,
-`_apply_weight_decay`;
+`_apply_weight_decay`, `_backend_apply_gradients`;
 `Variable.overwrite_with_gradient`, `Variable._path`.
 """
 
@@ -390,3 +390,8 @@ def decays(rule: Any, variable: Any) -> bool:
 def decay_function(rule: Any) -> Callable[[Sequence[Any]], None]:
     """Return the method by which Keras decays the weights of variables."""
     return rule._apply_weight_decay  # type: ignore[no-any-return]
+
+
+def apply_function(rule: Any) -> Callable[[Sequence[Any], Sequence[Any]], None]:
+    """The method by which Keras accumulates and clips gradients, and updates variables."""
+    return rule._backend_apply_gradients  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from tfscale.config import ConfigError
 from tfscale.exchange.tables import TableRows, read_rows, write_rows
 from tfscale.internals.keras import raw_variable
 from tfscale.internals.optimizers import (
+    apply_function,
     decay_function,
     decays,
     index_of,
@@ -73,6 +74,7 @@ def on_rows(rule: Any) -> Iterator[None]:
         yield
         return
     update, decay = rule.update_step, _without_tables(rule, tables)
+    apply = apply_function(rule)
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
         rows = tables.get(id(raw_variable(variable)))
@@ -81,7 +83,17 @@ def on_rows(rule: Any) -> Iterator[None]:
         elif rows.shape[0] > 0:  # rules of Keras fail on no rows
             _Update(rule, update, rows, learning_rate).run(gradient)
 
-    with replaced(rule, update_step=update_step, _apply_weight_decay=decay):
+    def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        # Keras adds gradients of no rows to earlier ones as if they were a bias, which fails.
+        adds = bool(rule.gradient_accumulation_steps)
+        pairs = zip(gradients, variables, strict=True)
+        summands = [
+            _Rows(tf.convert_to_tensor(g)) if adds and 0 in v.shape else g for g, v in pairs
+        ]
+        apply(summands, variables)
+
+    methods = {"update_step": update_step, "_apply_weight_decay": decay}
+    with replaced(rule, _backend_apply_gradients=apply_gradients, **methods):
         yield
 
 
@@ -193,6 +205,9 @@ class _Rows:
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         del name
         return self.rows if dtype is None else tf.cast(self.rows, dtype)
+
+    def __add__(self, other: Any) -> tf.Tensor:
+        return self.rows + tf.convert_to_tensor(other)
 
     def assign(self, value: Any) -> None:
         """Replace the rows."""
