@@ -7,6 +7,7 @@ state.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,12 +31,49 @@ Version = tuple[int, ...]
 _MASTER = "weight"  # begins the names of exact parts of weights
 
 
-class KeptState:
+class Gathered(abc.ABC):
+    """State that all ranks gather and some of them keep, valid until the next update or load.
+
+    So one rank can save it without the others, which took part in the gather.
+    """
+
+    process_set: ProcessSet
+    _arrays: Any = None
+    _gathered_at: Version | None = None
+
+    @abc.abstractmethod
+    def _version(self) -> Version:
+        """A value that changes with updates and loads."""
+
+    def _keep(self, arrays: Any) -> None:
+        """Keep what was gathered at this version; None on ranks that do not keep it."""
+        self._arrays, self._gathered_at = arrays, self._version()
+
+    @property
+    def is_gathered(self) -> bool:
+        """True while gathered state is valid; at least one rank has it."""
+        return self._gathered_at is not None and self._gathered_at == self._version()
+
+    @property
+    def is_here(self) -> bool:
+        """True if this rank has the valid state."""
+        return self.is_gathered and self._arrays is not None
+
+    def keep_on_first(self) -> None:
+        """Drop the gathered state on all ranks but the first of the process set."""
+        if self.process_set.rank() > 0:
+            self._arrays = None
+
+    def forget(self) -> None:
+        """Drop gathered state, which frees its memory."""
+        self._arrays = self._gathered_at = None
+
+
+class KeptState(Gathered):
     """The complete state of an optimizer that was built on pieces.
 
     Complete state is a list of arrays in the order of `variables` of the same optimizer built on
-    whole variables, which is Keras's own format. Gathered state is kept until the next update or
-    load, so that one rank can save it without the others, which took part in the gather.
+    whole variables, which is Keras's own format.
     """
 
     def __init__(self, optimizer: Any, rule: Any, shards: Shards, process_set: ProcessSet) -> None:
@@ -56,8 +94,6 @@ class KeptState:
         replaced |= {id(v): (v, self._node_of(v)) for v in self.parts}
         self.node = ReplacingNode(optimizer, replaced)
         self._n_loads = 0
-        self._arrays: list[np.ndarray] | None = None
-        self._gathered_at: Version | None = None
         self._loaded: tuple[Version, list[np.ndarray]] | None = None
         self._shown: list[Any] | None = None  # complete values, while `complete_variables` runs
         if rule is not optimizer:
@@ -71,7 +107,7 @@ class KeptState:
         return [(v, self._slots.get(id(v), -1)) for v in self._optimizer.variables]
 
     def _version(self) -> Version:
-        """Return a value that changes with updates, loads and the number of variables."""
+        """A value that changes with updates, loads and the number of variables."""
         n_updates = int(internals.iterations_of(self._rule).numpy())
         return n_updates, self._n_loads, len(self._optimizer.variables)
 
@@ -123,16 +159,6 @@ class KeptState:
 
     # Gathering
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether gathered state is still valid; at least one rank has it."""
-        return self._gathered_at is not None and self._gathered_at == self._version()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this rank has the complete state."""
-        return self.is_gathered and self._arrays is not None
-
     def gather(self, is_kept: bool = True) -> list[np.ndarray]:
         """Gather and return the complete state. Collective, on the main thread.
 
@@ -150,8 +176,7 @@ class KeptState:
                 value = value.reshape(whole.get(i, shape) if shape else ())
             if is_kept:
                 arrays.append(value)
-        self._arrays = arrays if is_kept else None
-        self._gathered_at = self._version()
+        self._keep(arrays if is_kept else None)
         return arrays
 
     def _shapes_of_whole(self, pairs: Sequence[tuple[Any, int]]) -> dict[int, tuple[int, ...]]:
@@ -173,11 +198,6 @@ class KeptState:
         call = Call(self._shards.group, f"state of {self._shards.variables[target].path}")
         gathered, _ = runtime.backend().allgather(flat, call)
         return gathered.numpy()
-
-    def keep_on_first(self) -> None:
-        """Drop the gathered state on all ranks but the first of the process set."""
-        if self.process_set.rank() > 0:
-            self._arrays = None
 
     def forget(self) -> None:
         """Drop gathered and loaded state, which frees its memory."""

@@ -92,8 +92,12 @@ def on_rows(rule: Any) -> Iterator[None]:
         ]
         apply(summands, variables)
 
-    methods = {"update_step": update_step, "_apply_weight_decay": decay}
-    with replaced(rule, _backend_apply_gradients=apply_gradients, **methods):
+    with replaced(
+        rule,
+        update_step=update_step,
+        _apply_weight_decay=decay,
+        _backend_apply_gradients=apply_gradients,
+    ):
         yield
 
 

@@ -8,21 +8,15 @@ from typing import Any
 import numpy as np
 
 from tfscale.comm import objects
-from tfscale.comm.runtime import ProcessSet
 from tfscale.exchange.tables import TableRows, whole
 from tfscale.internals.keras import raw_variable, replace_methods, restore_methods
 from tfscale.internals.optimizers import iterations_of, slots_of, trained_by
 from tfscale.layers import ShardedEmbedding
+from tfscale.optimizer.state import Gathered, Version
 
-Version = tuple[int, ...]
 
-
-class KeptTables:
-    """The whole tables of a model, and the slots for them, while a rank saves.
-
-    As `KeptState` for cut parameters: gathered arrays are kept until the next update or load, so
-    that one rank can save them without the others, which took part in the gather.
-    """
+class KeptTables(Gathered):
+    """The whole tables of a model, and the slots for them, while a rank saves."""
 
     def __init__(
         self,
@@ -41,13 +35,7 @@ class KeptTables:
         """
         self._has_scaler, self._before = has_scaler, None
         self._layers, self._variables, self._rule = layers, variables, rule
-        self._arrays: dict[int, np.ndarray] | None = None
-        self._gathered_at: Version | None = None
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """The ranks that share the tables."""
-        return self._variables[0].table.process_set
+        self.process_set = variables[0].table.process_set
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; `what` names the operation in the error. Collective."""
@@ -68,16 +56,6 @@ class KeptTables:
         n_updates = int(iterations_of(self._rule).numpy())
         return n_updates, *(rows.n_loads for rows in self._variables)
 
-    @property
-    def is_gathered(self) -> bool:
-        """True while gathered arrays are valid; at least one rank has them."""
-        return self._gathered_at is not None and self._gathered_at == self._version()
-
-    @property
-    def is_here(self) -> bool:
-        """True if this rank has the arrays."""
-        return self.is_gathered and self._arrays is not None
-
     def gather(self, is_kept: bool = True) -> dict[int, np.ndarray]:
         """Gather tables and slots; return slots by `id` where they are kept. Collective.
 
@@ -94,19 +72,19 @@ class KeptTables:
             arrays |= {} if array is None else {key: array}
         for layer in self._layers:
             layer.keep_whole(whole(layer.rows.table, layer.rows, receivers))
-        self._arrays, self._gathered_at = arrays if is_kept else None, self._version()
+        self._keep(arrays if is_kept else None)
         return arrays
 
     def keep_on_first(self) -> None:
         """Drop the arrays on all ranks but the first of the process set."""
+        super().keep_on_first()
         if self.process_set.rank() > 0:
-            self._arrays = None
             for layer in self._layers:
                 layer.keep_whole(None)
 
     def forget(self) -> None:
         """Drop gathered arrays, which frees their memory."""
-        self._arrays = self._gathered_at = None
+        super().forget()
         for layer in self._layers:
             layer.keep_whole(None)
         if self._has_scaler:
