@@ -204,8 +204,8 @@ class MemoryGuard:
 def _used_bytes() -> tuple[int, int]:
     """Return the memory of this process, or of its GPU, in bytes: now, and at its peak."""
     if tf.config.list_logical_devices("GPU"):
-        found = tf.config.experimental.get_memory_info("GPU:0")
-        return found["current"], found["peak"]
+        memory = tf.config.experimental.get_memory_info("GPU:0")
+        return memory["current"], memory["peak"]
     status = _numbers("/proc/self/status")
     return status.get("VmRSS:", 0) << 10, status.get("VmHWM:", 0) << 10
 

@@ -213,16 +213,16 @@ class ParameterAveraging(BeforeValidation):
         self._common = _flat(trained)
 
     def _common_and_own(self) -> tuple[np.ndarray, np.ndarray]:
-        own = _flat(self._variables())
-        return own if self._common is None else self._common, own
+        weights_here = _flat(self._variables())
+        return weights_here if self._common is None else self._common, weights_here
 
     def _variables(self) -> list[keras.Variable]:
         return model_state.distinct(self.model.trainable_variables)
 
     def _has_diverged(self) -> bool:
         assert self.when is not None
-        common, own = self._common_and_own()
-        drift = np.linalg.norm(own - common) / max(np.linalg.norm(common), 1e-300)
+        common, weights_here = self._common_and_own()
+        drift = np.linalg.norm(weights_here - common) / max(np.linalg.norm(common), 1e-300)
         mean = float(collectives.allreduce(tf.constant(drift), name="divergence"))
         logger.info("The models have drifted %.4g apart, threshold %g.", mean, self.when.threshold)
         return mean > self.when.threshold

@@ -117,8 +117,8 @@ class Synchronize(Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Build the model, and broadcast the weights."""
         super().on_train_begin(logs)
-        fits, known = 0 <= self.root_rank < runtime.size(), f"a rank, 0 to {runtime.size() - 1}"
-        require(fits, "root_rank", known, self.root_rank, "Pass 0 if in doubt.")
+        fits, expected = 0 <= self.root_rank < runtime.size(), f"a rank, 0 to {runtime.size() - 1}"
+        require(fits, "root_rank", expected, self.root_rank, "Pass 0 if in doubt.")
         if runtime.size() > 1:
             if self._is_built():
                 _broadcast(self.model, self.root_rank, self.local_variables)

@@ -135,8 +135,8 @@ class ThetaMonitor(Callback):
         n = steps_until(self.model, batch, self.params)
         begin, loss = self._at_epoch_begin, float((logs or {})["loss"])
         self._total = Progress(begin.steps + n, begin.loss_sum + n * loss)
-        every = self.every_n_updates
-        if every and self._count() // every > self._n_updates // every:
+        interval = self.every_n_updates
+        if interval and self._count() // interval > self._n_updates // interval:
             self._record()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -196,7 +196,7 @@ class _Arrays(Mapping[str, np.ndarray]):
 def _dtype(name: str) -> np.dtype:
     import ml_dtypes
 
-    name = next((own for own, code in _CODES.items() if code == name), name)
+    name = next((dtype for dtype, code in _CODES.items() if code == name), name)
     return np.dtype(getattr(ml_dtypes, name, name))
 
 

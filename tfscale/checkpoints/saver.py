@@ -47,8 +47,8 @@ class Saver:
 
     def name_run(self) -> str:
         """Return a unique name of 8 hexadecimal digits, equal on all ranks. Collective."""
-        own = uuid.uuid4().hex[:8] if runtime.rank() == 0 else None
-        run: str = objects.broadcast_object(own, 0, name="name of a run")
+        new_id = uuid.uuid4().hex[:8] if runtime.rank() == 0 else None
+        run: str = objects.broadcast_object(new_id, 0, name="name of a run")
         self.runs.add(run)  # before any other rank begins to write under this name
         return run
 
@@ -285,8 +285,8 @@ class Schedule:
         request = np.array(
             [stops, has_failed, is_time, max(now - self._round_start, 1e-6)], np.float64
         )
-        every = collectives.allreduce(request, op=runtime.Max, name="requests for checkpoints")
-        *requests, longest_s = np.asarray(every).tolist()
+        largest = collectives.allreduce(request, op=runtime.Max, name="requests for checkpoints")
+        *requests, longest_s = np.asarray(largest).tolist()
         wanted = int(self._interval * ROUND_S / longest_s)
         self._interval = max(1, min(2 * self._interval, wanted))
         self._n_waited, self._round_start = 0, time.monotonic()

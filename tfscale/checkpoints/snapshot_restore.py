@@ -210,8 +210,8 @@ class _Numbered(Mapping[str, np.ndarray]):
         return _numbered(str(name), self._number) in self._arrays
 
     def __iter__(self) -> Iterator[str]:
-        found = (re.fullmatch(rf"(\D+){self._number}/(.*)", name) for name in self._arrays)
-        return (f"{match[1]}/{match[2]}" for match in found if match)
+        matches = (re.fullmatch(rf"(\D+){self._number}/(.*)", name) for name in self._arrays)
+        return (f"{match[1]}/{match[2]}" for match in matches if match)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

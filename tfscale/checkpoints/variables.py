@@ -178,8 +178,8 @@ class TableState:
         """Copy this rank's rows."""
         del scope
         arrays = {f"table/{i}": copy_of(rows) for i, rows in enumerate(self._tables)}
-        known = [[r.path, r.table.n_rows, r.table.factor, *r.held] for r in self._tables]
-        return Saved(arrays, {"tables": known})
+        descriptions = [[r.path, r.table.n_rows, r.table.factor, *r.held] for r in self._tables]
+        return Saved(arrays, {"tables": descriptions})
 
     def restored(self, saved: SavedStates) -> None:
         """Restore this rank's rows from those of any number of ranks, in slices."""

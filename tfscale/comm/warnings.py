@@ -63,8 +63,8 @@ def watch_first_fit(independent: bool) -> None:
 
 
 def _warn_of_first_fit(model: Any, callbacks: Any) -> None:
-    given = getattr(callbacks, "callbacks", callbacks) or ()
-    if not own_of(given if isinstance(given, Iterable) else [given]):  # these warn themselves
+    listed = getattr(callbacks, "callbacks", callbacks) or ()
+    if not own_of(listed if isinstance(listed, Iterable) else [listed]):  # these warn themselves
         warn_if_unsynchronised(model, ())
 
 

@@ -123,8 +123,9 @@ class Shards:
         """Return label and order of a collective for some variables' gradients or parameters."""
         names = [name_of(self.variables[i]) for i in indices]
         after = tuple(self.pieces[i].handle for i in indices)
-        own = tuple(names) if what == "gradients" else ()  # parameters are sent as one tensor
-        return Call(self.group, f"{what} of {label_of(names)}", after, what, own)
+        # Parameters are sent as one tensor.
+        gradient_names = tuple(names) if what == "gradients" else ()
+        return Call(self.group, f"{what} of {label_of(names)}", after, what, gradient_names)
 
     def buckets_with(self, updated: Collection[int] | None) -> list[SegmentedBucket]:
         """Return the buckets with any of the given positions; all buckets for None."""

@@ -167,8 +167,8 @@ class TableRows(keras.Variable):
         begin, end = max(first, held[0]) // width, min(last, held[1]) // width
         for rows in self.table.slices(raw.dtype.size, begin, end):
             flat = read(rows.start * width - held[0], rows.stop * width - held[0])
-            own = tf.range(rows.start - first // width, rows.stop - first // width)
-            write_rows(raw, own, tf.cast(np.reshape(flat, (len(rows), width)), raw.dtype))
+            row_numbers = tf.range(rows.start - first // width, rows.stop - first // width)
+            write_rows(raw, row_numbers, tf.cast(np.reshape(flat, (len(rows), width)), raw.dtype))
         self.n_loads += 1
 
     def part_of(self, source: Any, dtype: Any) -> np.ndarray:

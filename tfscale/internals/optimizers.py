@@ -259,8 +259,8 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     is shown as its class, and its settings if it has any.
     """
     if scaled_by(optimizer) is not None:  # its `get_config` includes the inner one
-        own = ("name", "initial_scale", "dynamic_growth_steps")
-        return {name: getattr(optimizer, name) for name in own}
+        scaler_settings = ("name", "initial_scale", "dynamic_growth_steps")
+        return {name: getattr(optimizer, name) for name in scaler_settings}
     rate = vars(optimizer).get("_learning_rate")
     if rate is None or isinstance(rate, keras.Variable) or not callable(rate):
         return dict(optimizer.get_config())

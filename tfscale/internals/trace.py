@@ -133,8 +133,8 @@ def block_layout(values: tf.Tensor) -> str | None:
         waiting.pop()
         if layouts[tensor.name] is None:
             of_inputs = {layouts.get(item.name) for item in tensor.op.inputs}
-            found = [layout for layout in ("blocks", "repeated") if layout in of_inputs]
-            layouts[tensor.name] = found[0] if found else None
+            present = [layout for layout in ("blocks", "repeated") if layout in of_inputs]
+            layouts[tensor.name] = present[0] if present else None
     return layouts[values.name]
 
 

@@ -78,5 +78,5 @@ class Represented:
         return self.in_checkpoint(restores=False)._trackable_children(save_type, **options)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        found = self.in_checkpoint(restores=True)
-        return found._lookup_dependency(name, cached_dependencies)
+        values = self.in_checkpoint(restores=True)
+        return values._lookup_dependency(name, cached_dependencies)

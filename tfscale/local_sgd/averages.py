@@ -147,8 +147,8 @@ class GroupAverage:
     def saved(self, scope: Scope) -> Saved:
         """Copy `variables`: this rank's segments, or once in a group what is equal in it."""
         is_saved = scope.is_leader or self._executor.shards is not None
-        known = self.variables if is_saved else []
-        return Saved({f"average/{i}": copy_of(variable) for i, variable in enumerate(known)})
+        averaged = self.variables if is_saved else []
+        return Saved({f"average/{i}": copy_of(variable) for i, variable in enumerate(averaged)})
 
     def restored(self, saved: SavedStates) -> None:
         """Resume inside an interval, or begin one from the groups' average. Collective.

@@ -100,8 +100,8 @@ class OverlappedAverage(GroupAverage):
     def _parts_with_outer(self) -> list[list[int]]:
         n_fragments = self._strategy.fragments
         numbers = _fragment_of(list(self._wholes.values()), n_fragments)
-        own = [numbers[self._wholes[id(target)].path] for target in self.targets]
-        return [[i for i, number in enumerate(own) if number == n] for n in range(n_fragments)]
+        fragments = [numbers[self._wholes[id(target)].path] for target in self.targets]
+        return [[i for i, f in enumerate(fragments) if f == n] for n in range(n_fragments)]
 
     def _fragment(self, places: list[int], outer: Any) -> Fragment:
         targets = [self.targets[i] for i in places]

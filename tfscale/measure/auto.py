@@ -83,8 +83,8 @@ class FirstChunkWatch(Watch):
         n_replicated = 0 if strategy.replicated_dense == "auto" else strategy.replicated_dense
         first = max(1, (len(self._layers) - n_replicated) // 2)
         if has_events():
-            found = yield from layer_times.time_layers(self._layers)
-            first = 1 if found is None else _best_first_chunk(strategy, found)
+            times = yield from layer_times.time_layers(self._layers)
+            first = 1 if times is None else _best_first_chunk(strategy, times)
         yield dataclasses.replace(strategy, first_chunk_layers=first)
         while True:
             yield None
@@ -180,8 +180,8 @@ def _measure(
     if alone is None or together is None or alone.layers != together.layers:
         logger.info("Nothing is planned: there are no two layers to exchange.")
         return None
-    found = layer_times.separate(alone, together)
-    scenario = layer_times.measured_scenario(table, found, batch, saved_machine, n_slots)
+    separated = layer_times.separate(alone, together)
+    scenario = layer_times.measured_scenario(table, separated, batch, saved_machine, n_slots)
     machine = scenario.machine
     logger.info(
         "Measured: %.0f MB/s and %.0f us per message; computing runs at %.0f %% while messages "

@@ -71,7 +71,7 @@ def table(rows: Sequence[Row]) -> str:
         lines += [
             "This backend records no collectives, so only step times are known.",
             "",
-            *grid(["rank", "step"], [[r, _ms(_median(own, "step_s"))] for r, own in _ranks(steps)]),
+            *grid(["rank", "step"], [[r, _ms(_median(of, "step_s"))] for r, of in _ranks(steps)]),
         ]
         return "\n".join([*lines, "", *_memory_lines(rows)])
     lines += _ranks_grid(steps)

@@ -40,8 +40,8 @@ def listen(text: str, name: str) -> socket.socket:
     """
     host, port = parse_address(text, name)
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = addresses[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(_refused(name, text, error, "Name an address of this host.")) from error

@@ -36,8 +36,8 @@ class OptimizerState:
     def saved(self, scope: Scope) -> Saved:
         """Copy the state, and what identifies the optimizer."""
         info = {"rules": self.rule, "trained": self.trained(scope)}
-        own = Saved(info={**info, "accumulated": 0, "n_quantized": 0})  # unless it has such
-        return own | saved_together(self._states, scope)
+        defaults = Saved(info={**info, "accumulated": 0, "n_quantized": 0})  # unless it has such
+        return defaults | saved_together(self._states, scope)
 
     def restored(self, saved: SavedStates) -> None:
         """Restore this rank's part. Collective."""
@@ -108,8 +108,8 @@ def require_same_rules(states: Sequence[OptimizerState], before: Sequence[dict[s
 
 def _last_word(path: str) -> str:
     """Return "momentum" for "adam/dense_3_kernel_momentum", "variable" for "variable_2"."""
-    words = [word for word in re.split("[/_]", path) if not word.isdigit()]
-    return words[-1] if words else ""
+    parts = [word for word in re.split("[/_]", path) if not word.isdigit()]
+    return parts[-1] if parts else ""
 
 
 def _paths_of(scope: Scope, places: Sequence[Any]) -> str:

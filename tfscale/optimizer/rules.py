@@ -67,8 +67,8 @@ def refuse_bypassed(optimizer: Any) -> None:
             f"{keras.backend.backend()!r}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
     for each in (optimizer, update_rule(optimizer)):
-        own = getattr(type(each), "apply_gradients", None)
-        if own not in (None, keras.optimizers.Optimizer.apply_gradients):
+        method = getattr(type(each), "apply_gradients", None)
+        if method not in (None, keras.optimizers.Optimizer.apply_gradients):
             raise ConfigError(
                 "`apply_gradients` must not be overridden: Keras 3 calls `apply`. Received: "
                 f"{type(each).__name__}, which overrides `apply_gradients`. Override `apply` "
@@ -114,8 +114,8 @@ def on_pieces(optimizer: Any, reduced: Reduced, executor: Executor) -> Iterator[
         stack.enter_context(on_rows(rule))
         group = executor.process_set.group()
         pairs = zip(reduced.gradients, reduced.variables, strict=True)
-        given = [v for g, v in pairs if g is not None and not overwrites_with_gradient(v)]
-        parts = Parts(group, shards, given)
+        to_update = [v for g, v in pairs if g is not None and not overwrites_with_gradient(v)]
+        parts = Parts(group, shards, to_update)
         if shards is not None:
             originals = [(piece, shards.variables[i]) for i, piece in shards.pieces.items()]
             stack.enter_context(decaying_as(rule, originals))
@@ -193,9 +193,8 @@ class Parts:
         squares = [_square(g) for g in gradients]
         square_of = {p: s for p, s in zip(self.places, squares, strict=True) if p >= 0}
         zero = tf.zeros([], self._dtype)
-        every = range(self.n_places)
-        own = [tf.cast(square_of[p], self._dtype) if p in square_of else zero for p in every]
-        sums = self._sum_over_ranks(tf.stack(own))
+        squares_here = [tf.cast(square_of.get(i, zero), self._dtype) for i in range(self.n_places)]
+        sums = self._sum_over_ranks(tf.stack(squares_here))
         pairs = zip(self.places, squares, strict=True)
         return [tf.sqrt(tf.cast(sums[p], s.dtype) if p >= 0 else s) for p, s in pairs]
 

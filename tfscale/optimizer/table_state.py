@@ -64,8 +64,8 @@ class KeptTables(Gathered):
         self.forget()
         if self._has_scaler:
             self._serve()
-        every = objects.allgather_object(is_kept, "who keeps tables", self.process_set)
-        receivers = [rank for rank, keeps in enumerate(every) if keeps]
+        keeps_by_rank = objects.allgather_object(is_kept, "who keeps tables", self.process_set)
+        receivers = [rank for rank, keeps in enumerate(keeps_by_rank) if keeps]
         arrays: dict[int, np.ndarray] = {}
         for key, (slot, rows) in self.slots().items():
             array = whole(rows.table, slot, receivers)

@@ -105,7 +105,8 @@ def winners(points: Sequence[Point]) -> dict[int, Point]:
         if point.exchange not in (AUTO, LOCAL_SGD):
             points_by_ranks.setdefault(point.n_ranks, []).append(point)
     return {
-        n: min(own, key=lambda point: point.predicted.step_s) for n, own in points_by_ranks.items()
+        n: min(candidates, key=lambda point: point.predicted.step_s)
+        for n, candidates in points_by_ranks.items()
     }
 
 

@@ -25,8 +25,9 @@ def _replaced(stand_ins: Mapping[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for path_in_comm, stand_in in stand_ins.items():
             name = path_in_comm.partition(".")[2]
-            own = [module for module in (tfscale, tfscale.keras) if hasattr(module, name)]
-            for path in (f"tfscale.comm.{path_in_comm}", *(f"{m.__name__}.{name}" for m in own)):
+            modules = [module for module in (tfscale, tfscale.keras) if hasattr(module, name)]
+            public = [f"{module.__name__}.{name}" for module in modules]
+            for path in (f"tfscale.comm.{path_in_comm}", *public):
                 stack.enter_context(mock.patch(path, stand_in))
         yield
 

@@ -137,8 +137,8 @@ def dense_route(layer: Any) -> str:
     """
     from tfscale.exchange import dense
 
-    known = {dense.PartialCall: "partial", dense.ReplicatedCall: "replicated"}
-    return known.get(type(vars(layer).get("call")), "weights")
+    kind_of_call = {dense.PartialCall: "partial", dense.ReplicatedCall: "replicated"}
+    return kind_of_call.get(type(vars(layer).get("call")), "weights")
 
 
 def forget_training() -> None:

@@ -115,8 +115,8 @@ def _stamp_waits(graph: tf.Graph, ops: Sequence[tf.Operation]) -> None:
     if not is_function(graph):
         return
     captured = {tensor.name for tensor in graph.internal_captures}
-    given = [t for t in graph.inputs if t.name not in captured]
-    batch = [t for t in given if t.dtype not in (tf.resource, tf.variant)]
+    arguments = [t for t in graph.inputs if t.name not in captured]
+    batch = [t for t in arguments if t.dtype not in (tf.resource, tf.variant)]
     for op in graph.get_operations() if not batch else ():
         batch += op.outputs if op.type.startswith("IteratorGetNext") else ()
     with tf.init_scope(), tf.device("CPU:0"):

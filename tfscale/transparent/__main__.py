@@ -107,8 +107,8 @@ def run(program: Sequence[str]) -> None:
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Return a traceback from the first frame of the program on."""
-    own = (__file__, "<frozen runpy>", runpy.__file__)
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+    launcher_files = (__file__, "<frozen runpy>", runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in launcher_files:
         trace = trace.tb_next
     return trace
 

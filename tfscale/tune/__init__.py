@@ -139,8 +139,8 @@ def _made(name: str, options: argparse.Namespace, settings: Sequence[str]) -> di
     """Return what makes a recommendation: its command, and commit, machine, load and versions."""
     from tfscale.measure.provenance import describe
 
-    given = {key: vars(options)[key] for key in settings if vars(options)[key] is not None}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
+    given_settings = {key: vars(options)[key] for key in settings if vars(options)[key] is not None}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given_settings.items()]
     command = ["tfscale", "tune", name, *flags, options.script, *options.arguments]
     # Seeds are the script's; the order of measured samples has seed 0.
     return {"command": shlex.join(command), **_seed_of(options.arguments), **describe()}
@@ -221,8 +221,8 @@ def _tune_compression(options: argparse.Namespace) -> int:
                 f"{options.hosts}. Start tfscale tune on {first}, or name this host first."
             )
     _make_folder(options.output)
-    own = ("np", "hosts", "compressions", "seeds", "epochs", "start_step")
-    made = _made("compression", options, own)
+    not_passed_on = ("np", "hosts", "compressions", "seeds", "epochs", "start_step")
+    made = _made("compression", options, not_passed_on)
     probes: list[dict[str, Any]] = []
     try:
         for seed, name in itertools.product(range(1, options.seeds + 1), names):

@@ -254,8 +254,8 @@ def describe(machine: Machine) -> str:
     for name, times in machine.layer_times.items():
         total = sum(times.forward_s.values()) + sum(times.backward_s.values())
         spread = 100 * machine.spread.get(f"step of {name}", 0.0)
-        words = f"ms per step of {name}, {times.batch} samples (+- {spread:.0f} %)"
-        lines.append(f"{1e3 * total:12.1f}  {words}")
+        caption = f"ms per step of {name}, {times.batch} samples (+- {spread:.0f} %)"
+        lines.append(f"{1e3 * total:12.1f}  {caption}")
     return "\n".join([*lines, ""])
 
 

@@ -351,7 +351,7 @@ def train_compressed(command: Sequence[str], settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    own, words = json.loads(sys.argv[1]), sys.argv[2:]
-    _run(words, probed_fit(own)) if "groups" in own else train_compressed(words, own)
+    trial, words = json.loads(sys.argv[1]), sys.argv[2:]
+    _run(words, probed_fit(trial)) if "groups" in trial else train_compressed(words, trial)
     if runtime.is_initialized():
         tfscale.shutdown()
