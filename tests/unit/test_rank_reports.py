@@ -35,6 +35,7 @@ from tfscale.launcher.reports import (
     describe_errors,
     describe_training,
     encode,
+    without_start_messages,
 )
 
 LAUNCH = Launch(2, 4, None, None, "mpich")
@@ -304,3 +305,11 @@ def test_closing_lines_say_what_to_try_next():
     text = trained("0.30 1500000 allreduce 0 32", "0.30 1500000 allreduce 1 32")
     assert "next: fewer ranks" in text and "bf16" not in text and "larger batches" not in text
     assert "next: no more ranks" in trained("0.01 1500000 allreduce 1 32", "")
+
+
+def test_start_messages_of_this_process_are_hidden(capfd):
+    with without_start_messages():
+        os.write(2, b"I0000 00:00:1795996890.667772   19449 port.cc:153] oneDNN is on.\n")
+        os.write(2, b"A warning of the user's model.\n")
+    os.write(2, b"Afterwards.\n")
+    assert capfd.readouterr().err == "A warning of the user's model.\nAfterwards.\n"

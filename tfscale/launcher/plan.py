@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tfscale.config import ConfigError, read_input_shape, read_numbers
 from tfscale.files import has_matplotlib
+from tfscale.launcher.reports import without_start_messages
 from tfscale.plan.choose import choose
 from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import AUTO, LOCAL_SGD, Point, check_groups, explain, forecast, report
@@ -87,11 +88,12 @@ def _find_table(options: argparse.Namespace) -> LayerTable:
                 f"{options.model}, whose pictures have a size. Leave --input-shape out."
             )
         return published(options.model)
-    # Imported here: TensorFlow takes seconds.
-    from tfscale.measure.model_layers import find_model, read_layers
+    with without_start_messages():
+        # Imported here: TensorFlow takes seconds.
+        from tfscale.measure.model_layers import find_model, read_layers
 
-    model = find_model(options.model, options.model_file)
-    return read_layers(model, read_input_shape(options.input_shape))
+        model = find_model(options.model, options.model_file)
+        return read_layers(model, read_input_shape(options.input_shape))
 
 
 def _tell(n_ranks: int, progress: str = "") -> None:

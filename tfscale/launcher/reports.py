@@ -11,10 +11,11 @@ import select
 import signal
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tfscale.comm.process import LEFT
@@ -522,3 +523,20 @@ class ReportReader(threading.Thread):
         with contextlib.suppress(OSError):  # the output has no reader; reports still count
             while text:
                 text = text[os.write(self._target, text) :]
+
+
+@contextlib.contextmanager
+def without_start_messages() -> Iterator[None]:
+    """Within a block, take TensorFlow's start-up messages out of this process's stderr."""
+    sys.stderr.flush()
+    stderr, (source, sink) = os.dup(2), os.pipe()
+    reader = ReportReader(source, stderr, is_quiet=True)
+    os.dup2(sink, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(stderr, 2)
+        os.close(sink)
+        os.close(source)
+        reader.join(_PERSISTENT_S)  # a process that the block started may hold the pipe open

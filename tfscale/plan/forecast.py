@@ -142,7 +142,7 @@ def report(scenario: Scenario, points: Sequence[Point]) -> str:
 
 
 def _winners_grid(scenario: Scenario, points: Sequence[Point]) -> list[str]:
-    head = ["ranks", "best of the table", "ms", "exchange=", "ms", "int8 ms", "planner ms"]
+    head = ["ranks", "best of the table", "best ms", "exchange=", "its ms", "int8 ms", "planner ms"]
     head += ["bound ms", "plan"]
     autos = {point.n_ranks: point for point in points if point.exchange == AUTO}
     body = []
