@@ -46,7 +46,7 @@ def draw_collectives(rows: Sequence[Row], folder: Path, made: str) -> None:
         axis.grid(True, alpha=0.3)
     lines = axes[0, 0].get_legend_handles_labels()
     figure.legend(*lines, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    _save(figure, folder / "benchmarks-allreduce.png", made)
+    save(figure, folder / "benchmarks-allreduce.png", made)
 
 
 def draw_steps(rows: Sequence[Row], folder: Path, made: str) -> None:
@@ -65,12 +65,12 @@ def draw_steps(rows: Sequence[Row], folder: Path, made: str) -> None:
     if labelled:  # the lines mean the same in all panels
         lines = labelled[0].get_legend_handles_labels()
         figure.legend(*lines, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.03))
-    _save(figure, folder / "benchmarks-steps.png", made)
+    save(figure, folder / "benchmarks-steps.png", made)
 
 
 def _draw_panel(axis: plt.Axes, row: Row) -> None:
     systems = list(row.rounds)
-    colours = [_colour_of(system) for system in systems]
+    colours = [colour_of(system) for system in systems]
     spreads = [spread(row.samples(system)) for system in systems]
     heights = [1e3 * one.median for one in spreads]
     low = [1e3 * (one.median - one.low) for one in spreads]
@@ -91,7 +91,8 @@ def _draw_panel(axis: plt.Axes, row: Row) -> None:
     axis.set_xlabel("ms per step", fontsize=8)
 
 
-def _colour_of(system: str) -> str:
+def colour_of(system: str) -> str:
+    """The colour of a system."""
     if system in ("compute", TORCH_COMPUTE):
         return "0.6"
     if system.startswith("ddp"):
@@ -112,10 +113,11 @@ def draw_gathers(runs: Runs, folder: Path, made: str) -> None:
     axis.set_yticks(range(len(_PASS_ROWS)), [*reversed(_PASS_ROWS.values())])
     axis.set_xlabel("ms since the first gather of a step was sent")
     axis.set_title(f"{last['group']}, rank 0 of {last['n_ranks']}", fontsize=10)
-    _save(figure, folder / "benchmarks-gathers.png", made)
+    save(figure, folder / "benchmarks-gathers.png", made)
 
 
-def _save(figure: plt.Figure, path: Path, made: str) -> None:
+def save(figure: plt.Figure, path: Path, made: str) -> None:
+    """Write a picture, with what it was made by at its foot."""
     figure.tight_layout()
     figure.text(0.5, 0.0, made, fontsize=7, color="0.4", ha="center", va="top")
     figure.savefig(path, dpi=120, bbox_inches="tight")

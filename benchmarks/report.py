@@ -130,9 +130,11 @@ def report(content: dict[str, Any], title: str) -> str:
     return "\n".join(parts)
 
 
-def made_by(content: dict[str, Any], suite: str) -> str:
+def made_by(content: dict[str, Any], suite: str, slept: bool = False) -> str:
     """Return commits and machines of a suite's runs, for the foot of a picture."""
-    runs = [run for run in computed(content) if run["suite"] == suite]
+    runs = [
+        run for run in content["runs"] if run["suite"] == suite and is_asleep(run["place"]) == slept
+    ]
     machines = {
         f"{machine['cpu']}, {machine['n_cores']} cores"
         for machine in (content["sessions"][run["session"]]["machine"] for run in runs)

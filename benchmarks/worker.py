@@ -15,6 +15,7 @@ from typing import Any
 # The environment variable with the folder and the number of `Turns`, of jobs that take turns.
 TURNS = "BENCH_TURNS"
 _POLL_S = 0.01
+_IMPORTED = time.time()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,8 +45,8 @@ class Samples:
 
 
 def n_hosts() -> int:
-    """Return the number of hosts that the ranks are on."""
-    return int(os.environ["BENCH_HOSTS"])
+    """The number of hosts that the ranks are on; 1 where no harness started them."""
+    return int(os.environ.get("BENCH_HOSTS", "1"))
 
 
 def link_bytes() -> int:
@@ -184,5 +185,5 @@ def write(folder: Path, rank: int, samples: dict[str, Samples], **facts: Any) ->
 
 
 def since_start() -> float:
-    """Return the seconds since the launcher was started."""
-    return time.time() - float(os.environ["BENCH_STARTED"])
+    """The seconds since the launcher was started, or since this import."""
+    return time.time() - float(os.environ.get("BENCH_STARTED", _IMPORTED))
