@@ -29,11 +29,11 @@ from tfscale.optimizer.saving import alone
 
 
 class Callback(Traits):
-    """Base class: prepare the model, arrange the callbacks, and coordinate the ranks of a `fit`.
+    """Base class: prepare the model, order the callbacks, and coordinate the ranks of a `fit`.
 
     A subclass that overrides a hook calls the base hook first. With several tfscale callbacks in a
-    list only the first one's hooks act, so ranks may have different numbers of them; but every rank
-    must have at least one.
+    list the base hooks act once, so ranks may have different numbers of them; but every rank must
+    have at least one.
 
     Examples:
         >>> class EpochCount(tfscale.callbacks.Callback):
@@ -65,7 +65,7 @@ class Callback(Traits):
         return self.session.is_void
 
     def set_model(self, model: keras.Model) -> None:
-        """Arrange the callbacks; prepare the model, see `tfscale.prepare` and `keep_finite`.
+        """Order the callbacks, and prepare the model as `tfscale.prepare` does.
 
         Raises:
             ConfigError: A callback that brings others along is in no list of callbacks.

@@ -32,11 +32,11 @@ _VELOCITIES: dict[type, str] = {
 class LearningRateScheduleCallback(Callback):
     """Set the learning rate to `initial_lr * multiplier(epoch)` while training.
 
-    With momentum, `velocity = momentum * velocity - lr * gradient` remembers the old learning
-    rate. Momentum correction multiplies the velocities by `new_lr / old_lr` whenever the rate
-    changes. For that update this equals scaling the momentum itself by the same factor and
-    restoring it afterwards, but it works although Keras 3 reads the momentum when it traces the
-    training function. (With Nesterov momentum the look-ahead term keeps the plain momentum.)
+    With momentum, `velocity = momentum * velocity - lr * gradient` remembers the old learning rate.
+    Momentum correction multiplies the velocities by `new_lr / old_lr` whenever the rate changes.
+    For that update this equals scaling the momentum itself by the same factor and restoring it
+    afterwards, and works in Keras 3, which reads the momentum when it traces the training function.
+    (With Nesterov momentum the look-ahead term keeps the plain momentum.)
 
     Args:
         initial_lr: Learning rate that the multiplier refers to.
@@ -111,7 +111,7 @@ class LearningRateScheduleCallback(Callback):
             self._steps()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the rate, and correct the velocities where it changed."""
+        """Set the rate, and correct the velocities if it changed."""
         super().on_train_batch_begin(batch, logs)
         is_over = self.end_epoch is not None and self.epoch >= self.end_epoch
         if self.epoch < self.start_epoch or is_over or (self.staircase and batch > 0):
@@ -289,7 +289,7 @@ class Rate:
         return float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
 
     def set(self, rate: float) -> None:
-        """Set the rate, and correct the velocities where it changed."""
+        """Set the rate, and correct the velocities if it changed."""
         old = self.value()
         self._optimizer.learning_rate = rate
         new = self.value()

@@ -93,7 +93,7 @@ class ParameterAveraging(BeforeValidation):
     each rank its own batches (`tfscale.data.GlobalBatches`). Averages are taken before `fit`
     validates. Moving statistics are averaged with the parameters; each rank keeps its own optimizer
     state. Ranks leave `fit` with equal models only if an average is taken in its last epoch. With
-    `DistanceWeights` the logs of an epoch get `averaging_weight`, gamma of this rank.
+    `DistanceWeights` the logs of an epoch get `averaging_weight`, this rank's weight.
 
     Collective: all ranks must pass it to `fit`, with the same arguments. Epochs must have as many
     batches on all ranks.

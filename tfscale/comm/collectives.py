@@ -196,10 +196,9 @@ def allreduce(
         process_set: The ranks that take part.
         name: Name in logs and errors.
 
-    Returns:
-        The result, equal bit by bit on all ranks: values are added in rank order. Averages and
-        scaled sums of integers are added up in 64 bits and truncated, and a result that the dtype
-        does not hold becomes the nearest value; plain sums of integers wrap, as in NumPy.
+    Returns: The result, equal bit by bit on all ranks: values are added in rank order. Averages and
+        scaled sums of integers are added up in 64 bits and truncated, and results out of range
+        saturate; plain sums of integers wrap, as in NumPy.
 
     Raises:
         ConfigError: Unknown op or dtype.
@@ -515,8 +514,8 @@ def reducescatter(
     Collective: all ranks of the process set must call this, in the same order.
 
     Args:
-        tensor: Tensor of shape [rows, ...], equal on all ranks. Where `rows` is not a multiple of
-            the number of ranks, the first ranks receive one row more.
+        tensor: Tensor of shape [rows, ...], of equal shape and dtype on all ranks. Where `rows` is
+            not a multiple of the number of ranks, the first ranks receive one row more.
         op: Average or Sum; Min, Max and Product without gradient.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after it.

@@ -126,7 +126,7 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Return whether there is a Horovod with CUDA. The engine stages GPU tensors on the host.
+    """True if Horovod is installed with CUDA. tfscale's engine stages GPU tensors on the host.
 
     Examples:
         >>> tfscale.cuda_built()  # Horovod is not installed
@@ -136,7 +136,7 @@ def cuda_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Return whether there is a Horovod with ROCm. The engine stages GPU tensors on the host.
+    """True if Horovod is installed with ROCm. tfscale's engine stages GPU tensors on the host.
 
     Examples:
         >>> tfscale.rocm_built()  # Horovod is not installed

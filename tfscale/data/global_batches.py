@@ -35,11 +35,11 @@ class OpenEpoch(NamedTuple):
 class GlobalBatches(keras.utils.PyDataset):
     """Data for `fit`, `evaluate` and `predict` on any number of ranks.
 
-    Together, n ranks see exactly the batches that one process would see: the order of an
-    epoch is a permutation drawn from (seed, epoch), and rank r serves the r-th of n
-    equal slices of each batch. Nothing is communicated. `evaluate` returns metrics of this rank's
-    slices unless MetricAverageCallback is among its callbacks; `predict` returns the rows of the
-    slices, and requires shuffle=False.
+    Together, n ranks see exactly the batches that one process would see: the order of an epoch is a
+    permutation drawn from (seed, epoch), and rank r serves the r-th of n equal slices of each
+    batch. Nothing is communicated. `evaluate` returns metrics of this rank's slices unless
+    `Synchronize` or `MetricAverageCallback` is among its callbacks; `predict` returns the rows of
+    the slices, and requires shuffle=False.
 
     ```python
     data = GlobalBatches(x, y, batch_size=256, seed=1)
@@ -48,15 +48,15 @@ class GlobalBatches(keras.utils.PyDataset):
     ```
 
     The epoch number continues over several `fit` calls and respects `initial_epoch`; an interrupted
-    epoch is served again. Evaluation, prediction and `for batch in data` read the present epoch's
+    epoch begins again. Evaluation, prediction and `for batch in data` read the present epoch's
     batches and never advance it. `batch_size` may be set between epochs of one `fit`: the next
     epoch uses it, and Keras's progress bar follows.
 
     If batches differ in size (`drop_remainder=False`), losses and metrics are means over all
     samples. The exception are the losses per output that Keras shows for models with several
     outputs: they are means over batches. In a `fit` with a callback of tfscale, ranks may also have
-    different numbers of rows of the last batch, or none: its step weighs ranks by their rows, and
-    gives the numbers of one process, also with BatchNormalization and Dropout.
+    different numbers of rows of the last batch, or none: the last step weighs ranks by their rows.
+    Results equal those of one process, also with BatchNormalization and Dropout.
 
     Examples:
         >>> tfscale.init()

@@ -30,7 +30,7 @@ class Auto(Exchange):
     steps each, and the fastest is kept. All ranks make the same decisions, and every step is
     synchronous SGD, also during the measurements.
 
-    Outside of these steps, until the decision, gradients are exchanged as by `Allreduce()`. The
+    Otherwise, until the decision, gradients are exchanged as by `Allreduce()`. The
     decision needs calls of `tfscale.after_step`; `fit` makes them if it is given a tfscale
     callback. Dense layers exchange activations only if the batch size is known: that of the
     `GlobalBatches` given to `fit`, or of `tfscale.prepare(model, batch_size=...)`.
@@ -38,7 +38,8 @@ class Auto(Exchange):
     Attributes:
         machine: None measures the job. A `Machine`, the name of a preset or a file of `tfscale tune
             links` gives the links, and the times of the layers if it has those of the model.
-        replan: Return to plain allreduce if every plan that was tried is measured to be slower.
+        replan: Decide again after the measurements: return to plain allreduce if every plan that
+            was tried is slower.
 
     Examples:
         >>> tfscale.init()

@@ -136,7 +136,7 @@ def run(
         env: Environment variables of the ranks in addition to those of this process.
         metrics: Where rank 0 serves metrics of the training for Prometheus: ":9464" on this host
             alone, or "HOST:PORT".
-        restarts: Call the function again after a failure, so many times at most (0).
+        restarts: Call the function again after a failure, at most this many times (0).
         min_np: Restarts may leave out the place of a rank that failed, down to so many ranks.
         grace_s: Seconds that ranks have to end after an interrupt.
         bind_to: "none", "core", "socket" or another word of the MPI.
@@ -147,7 +147,8 @@ def run(
             `start_timeout` (seconds) have an effect; those that have none here are refused.
 
     Returns:
-        The results, one for each rank in order, of any size. Classes of the caller are its own.
+        The results, one for each rank in order, of any size. Objects of the
+        caller's classes keep their class.
 
     Raises:
         ConfigError: An argument is invalid, or cannot be pickled (the text names the variable); a

@@ -1,4 +1,4 @@
-"""Layers whose variables the ranks share.
+"""Layers whose variables are divided among the ranks.
 
 Examples:
     >>> tfscale.init()

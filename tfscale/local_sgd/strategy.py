@@ -33,7 +33,7 @@ class LocalSGD(Exchange):
             group of each host, for hosts with equally many ranks.
         interval: Steps between two averages, 1 or more, or `AdaptiveInterval`, `GrowingInterval`,
             `DistanceGuard`.
-        within: The exchange inside a group: any other strategy, or its name.
+        within: The exchange inside a group: another strategy, or its name.
         average: "parameters" takes the mean of the groups' parameters; "gradients" (SASGD) moves
             the last common parameters by the learning rate times the mean of the groups' sums of
             gradients since then.
@@ -45,8 +45,8 @@ class LocalSGD(Exchange):
         average_state: Average momentum and other state of the optimizer, too.
         fragments: Parts of the model that are averaged one after another, evenly spread over the
             interval; at most `interval`.
-        overlap: Steps after which the average of a fragment is merged into the parameters, during
-            which training does not wait for it; less than `interval`. 0 waits. "auto" measures
+        overlap: Steps between sending a fragment and merging its average, while training continues;
+            less than `interval`. 0 waits. "auto" measures
             averages and steps, and uses the smallest number that hides an average.
         merge: None adds the change of the average to the parameters, which keeps what a group has
             learned in the meantime. A number in [0, 1) is the weight of the group's own

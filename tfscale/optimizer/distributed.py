@@ -104,8 +104,8 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
             compression: `Compression.none`, `.fp16` or `.bf16`: the dtype on the wire; `.int8` or
                 `.int4`: bits per value of large kernels; `.low_rank`: their factors.
             sparse_as_dense: Make sparse gradients dense before they are sent.
-            gradient_predivide_factor: Divides gradients before the sum; size / factor divides them
-                after it.
+            gradient_predivide_factor: Divisor of gradients before the sum; after it the divisor is
+                size / factor.
             op: Average or Sum.
             backward_passes_per_step: Batches whose gradients are added up locally before they are
                 exchanged and applied. `iterations` advances with every batch. If a rank stops
@@ -117,7 +117,8 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
             process_set: The ranks that take part; others apply their own gradients.
             scale_local_gradients: Divide gradients of local variables (see `register_local_var`)
                 by the number of ranks.
-            exchange: "allreduce", or a strategy such as `tfscale.Allreduce(bucket_mb=4)`.
+            exchange: "allreduce", "chunked", "sharded" or "auto", or a strategy such as
+                `tfscale.Allreduce(bucket_mb=4)`.
             nonfinite: Policy for gradients that are NaN or infinite on some rank: "warn" once, on
                 that rank, with step and parameter; "ignore" them; "raise" an error that names rank,
                 step and parameter; or "skip" the step on all ranks. A skipped step leaves weights
@@ -559,7 +560,7 @@ def PartialDistributedOptimizer(
     Args:
         optimizer: Any Keras optimizer.
         *args: As for `DistributedOptimizer`.
-        local_layers: A layer or a list of layers whose gradients are not exchanged.
+        local_layers: A layer or a list of layers whose gradients are not exchanged; None: all are.
         **options: As for `DistributedOptimizer`.
 
     Returns:

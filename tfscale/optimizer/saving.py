@@ -36,7 +36,7 @@ def load_model(
     legacy_opts: bool = False,
     **options: Any,
 ) -> keras.Model:
-    """Load a saved model and wrap its optimizer again.
+    """Load a saved model and wrap its optimizer again. Call it on every rank.
 
     Args:
         filepath: A file that `model.save` wrote, with or without tfscale.

@@ -78,7 +78,7 @@ def spawn(
         env: Variables of the ranks in addition to those of this process.
 
     Returns:
-        Outcomes in the order of `cases`, and of ranks for each of them.
+        A `RankResult` for each case and rank, ordered by case, then by rank.
 
     Raises:
         ConfigError: There is no MPI.

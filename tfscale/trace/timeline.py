@@ -81,7 +81,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Write the timeline of all ranks into one file. Collective: all ranks must call this.
+    """Write the timeline of all ranks into the file of `start_timeline`. Collective.
 
     All times are those of rank 0's clock; `clock_error_us` in the file bounds the error of times
     from other hosts.
