@@ -130,7 +130,7 @@ bench bench-quick bench-full: build
 	  --output $(BENCH)/$(NAME).json $(if $(PLACES),--places $(PLACES)) $(ARGS_BENCH); status=$$?; \
 	test ! -f $(BENCH)/$(NAME).json || { \
 	  $(BIN)/python -m benchmarks.report $(BENCH)/$(NAME).json --output $(BENCH)/$(NAME) \
-	  && cat $(BENCH)/$(NAME)/benchmarks.md; } || exit $$((status ? status : 1)); exit $$status
+	  && cat $(BENCH)/$(NAME)/benchmarks-results.md; } || exit $$((status ? status : 1)); exit $$status
 
 # The simulator against the papers' speedups: no measurement, seconds on any machine.
 thesis-scaling: venv

@@ -79,8 +79,9 @@ def about(content: sessions.Content) -> str:
     described = content["sessions"]
     lines = [_session_line(described[name], sorted(found)) for name, found in commits.items()]
     loads = [load for run in runs for load in run["load"]]
-    reading = (
-        f"With + there were changes since. Load {min(loads)} to {max(loads)}. Medians with "
+    dirty = any("+" in commit for found in commits.values() for commit in found)
+    reading = "With + there were changes since. " * dirty + (
+        f"Load {min(loads)} to {max(loads)}. Medians with "
         "quartiles in brackets. Ratios are medians over the rounds in which both took turns, with "
         "the range of fewer than five rounds in brackets, with a 90 % interval from five on.\n"
     )
@@ -144,14 +145,14 @@ def made_by(content: dict[str, Any], suite: str, slept: bool = False) -> str:
 
 
 def main() -> None:
-    """Write `benchmarks.md` and its pictures; what stands above the mark in it is kept."""
+    """Write `benchmarks-results.md` and its pictures; what stands above the mark in it is kept."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="folder")
     options = parser.parse_args()
     content = sessions.read(options.results)
     options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "benchmarks.md"
+    path = options.output / "benchmarks-results.md"
     above, mark, _ = (path.read_text() if path.exists() else "").partition(_MARK)
     page = above + mark + "\n" + report(content, "") if mark else report(content, "Benchmarks")
     path.write_text(page)

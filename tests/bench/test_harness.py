@@ -120,7 +120,7 @@ def test_bytes_of_links_are_counted_per_call(monkeypatch):
 FAKE_PYTHON = """#!/bin/sh
 case "$2" in
   benchmarks) {measured}; exit {status} ;;
-  benchmarks.report) mkdir -p "$5" && echo the page > "$5/benchmarks.md" ;;
+  benchmarks.report) mkdir -p "$5" && echo the page > "$5/benchmarks-results.md" ;;
 esac
 """
 

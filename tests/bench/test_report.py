@@ -102,7 +102,7 @@ def test_without_horovod_all_rounds_count():
 
 def test_the_committed_page_is_up_to_date():
     """Write it again with `python -m benchmarks.report docs/benchmarks.json --output docs`."""
-    page = (DOCS / "benchmarks.md").read_text()
+    page = (DOCS / "benchmarks-results.md").read_text()
     assert page.endswith("\n" + report(sessions.read(DOCS / "benchmarks.json"), ""))
 
 
