@@ -64,7 +64,8 @@ class IdleShare:
     def so_far(self) -> float:
         """The share, in [0, 1]."""
         spent = [now - before for now, before in zip(self._times(), self._begin, strict=True)]
-        return (spent[3] + spent[4]) / max(sum(spent[:8]), 1)  # idle, and waiting for disks
+        # Idle, waiting for disks, and spent on programs of `nice`, which give way to these.
+        return (spent[1] + spent[3] + spent[4]) / max(sum(spent[:8]), 1)
 
     @staticmethod
     def _times() -> list[int]:

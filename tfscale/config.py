@@ -106,14 +106,14 @@ def read_numbers(text: str, name: str, least: int = 1) -> tuple[int, ...]:
 def read_size(text: Any, name: str) -> int:
     """Return the bytes of "100MB", of a number with KB, MB or GB (powers of 1024), or a number."""
     units = {"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
-    number, unit = (str(text)[:-2], str(text)[-2:].upper())
-    factor = units.get(unit, 1)
-    number = number if unit in units else str(text)
-    if not number.isdecimal() or int(number) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)?", str(text).upper())
+    size = int(float(match[1]) * units.get(match[2], 1)) if match else 0
+    if size == 0:
         raise ConfigError(
-            f"{name} must be a size above 0. Received: {name}={text!r}. Example: {name} 100MB"
+            f"{name} must be a size above 0: a number, or one with KB, MB or GB. Received: "
+            f"{name}={text!r}. Example: {name} 100MB"
         )
-    return int(number) * factor
+    return size
 
 
 def read_input_shape(text: str) -> tuple[int, ...] | None:

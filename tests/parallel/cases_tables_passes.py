@@ -1,6 +1,7 @@
 """Passes of models with tables: unequal batches, stops, wrong ids, saved and resumed models."""
 
 import functools
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from tests.helpers.cases import engine_only, sizes
 from tests.helpers.equality import OPTIMIZERS, densify
 from tests.helpers.ranks import StopAt, float64, outcome, require_error, shared_folder, values_of
 from tests.helpers.tables import (
+    BATCH,
     N_ROWS,
     alone,
     ids_of,
@@ -21,6 +23,7 @@ from tests.helpers.tables import (
     trained,
     whole_weights,
 )
+from tests.parallel.agreement_model import warnings_of_ranks
 from tfscale.testing import inspect, require_identical
 
 adam = OPTIMIZERS["adam"]
@@ -203,6 +206,10 @@ def case_refusals():
     require_error(functools.partial(table.quantize, "int8"), "quantize needs")
     require_error(functools.partial(table.set_rows, np.zeros((4, 2))), "table must be of shape")
     require_error(sharded(5, 2, combiner="sum").get_config, "combiner must be None")
+    require_error(functools.partial(sharded, 5, 2, weights=np.zeros((5, 2))), "shape (5, 2)")
+    for start, stop in ((-1, 3), (3, 2), (0, 6)):
+        require_error(functools.partial(table.get_rows, start, stop), f"'{start} and {stop}'")
+    require_error(sharded(5, 2, name="items").get_rows, "items must be")
     batch = ([part[:8] for part in ids_of()], targets(8))
     for make, text in (
         (lambda: keras.optimizers.Adafactor(0.1), "Adafactor, which needs whole tables"),
@@ -210,6 +217,39 @@ def case_refusals():
     ):
         require_error(functools.partial(prepared(make).train_on_batch, *batch), text)
     assert isinstance(table, keras.layers.Embedding) and type(table) is sharded
+
+
+@sizes(1, 2, 3)
+def case_weights_of_a_layer_are_its_whole_table():
+    """As scripts that export vectors read them; those of a model are this rank's."""
+    table = tfscale.layers.ShardedEmbedding(7, 2)
+    assert table.get_weights() == []
+    rows = np.arange(14.0, dtype="float32").reshape(7, 2)
+    table.build()
+    table.set_weights([rows])
+    np.testing.assert_array_equal(table.get_weights()[0], rows)
+
+
+@sizes(2)
+def case_an_optimizer_that_is_not_wrapped_is_an_error():
+    """Ranks cannot train models of their own that share a table."""
+    model = new_model(tfscale.layers.ShardedEmbedding)
+    model.compile("adam", "mse")
+    batches = tfscale.data.GlobalBatches(ids_of(), targets(), batch_size=BATCH, shuffle=False)
+    for callbacks in ([], [tfscale.callbacks.Synchronize()]):
+        fit = functools.partial(model.fit, batches, verbose=0, callbacks=callbacks)
+        require_error(
+            fit, "optimizer must be wrapped in tfscale.DistributedOptimizer where ranks share"
+        )
+
+
+@sizes(1, 2)
+def case_sums_of_repeated_ids_are_told():
+    """Once, and on one rank: Keras alone would give other results."""
+    adagrad = functools.partial(keras.optimizers.Adagrad, 0.1)
+    with mock.patch("tfscale.optimizer.rules._warned", set()):
+        text = warnings_of_ranks(lambda: [trained(adagrad), trained(adagrad)])
+    assert "".join(text).count("adds up the gradients of an index") == 1
 
 
 @sizes(2)

@@ -82,9 +82,15 @@ def script(path: Path) -> list:
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     x, y = ids_of(102)[0], targets(102)  # the last batch of 81 has one row
     history = model.fit(x, y, epochs=2, batch_size=16, validation_split=0.2, verbose=0).history
+    table = model.layers[1].get_weights()[0]  # as scripts that export vectors read it
     model.save(path)
     again = keras.models.load_model(path, custom_objects={"Own": Own})
-    results = [*history.values(), model.evaluate(x, y, verbose=0), again.predict(x, verbose=0)]
+    results = [
+        table,
+        *history.values(),
+        model.evaluate(x, y, verbose=0),
+        again.predict(x, verbose=0),
+    ]
     kinds = [type(layer).__name__ for layer in (model.layers[1], again.layers[1], model.layers[2])]
     return [kinds, *results, again.train_on_batch(x[:7], y[:7])]
 

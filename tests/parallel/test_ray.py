@@ -309,7 +309,8 @@ def test_the_placement_group_of_the_caller(nodes):
 
 
 SCRIPT = """
-import os, sys, time, ray, tfscale
+import os, signal, sys, time, ray, tfscale
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in background
 ray.init(address=sys.argv[1], log_to_driver=False)
 
 def work():

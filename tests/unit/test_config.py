@@ -8,7 +8,7 @@ import pytest
 import tfscale
 from tfscale import config
 from tfscale.comm.backends import engine
-from tfscale.config import ConfigError, Settings, parse_settings, variable_name
+from tfscale.config import ConfigError, Settings, parse_settings, read_size, variable_name
 
 # A frozen list: what users set in their job scripts keeps its name and default.
 DEFAULTS = {
@@ -137,3 +137,17 @@ def test_the_core_of_each_rank_of_a_host():
     assert [engine.pinned_core("last", place, range(8, 12)) for place in socket] == [9, 11]
     with pytest.raises(ConfigError, match="a core for each of the 3 ranks of a host"):
         engine.pinned_core("7,3", places[2], usable)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("100MB", 100 << 20), ("0.5mb", 1 << 19), ("2 GB", 2 << 30), ("77", 77), (12, 12)],
+)
+def test_sizes(text, size):
+    assert read_size(text, "--shard-embeddings") == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1MB", "100kib", "MB", "1e3", "0.0001"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match="a number, or one with KB, MB or GB"):
+        read_size(text, "--shard-embeddings")

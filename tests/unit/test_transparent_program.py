@@ -4,9 +4,12 @@ import re
 import subprocess
 import sys
 
+import keras
 import pytest
 
+import tfscale
 from tests.helpers.launching import job_words, run_in_folder, write_script
+from tfscale.transparent.distribute import Tables
 
 # Instead of `distribute`, which needs TensorFlow.
 STUB = """
@@ -101,3 +104,14 @@ def test_a_job_prints_once_and_closes_with_its_communication(tmp_path, report):
     assert re.search(r"\d+ % of their time waiting for communication", waiting)
     assert re.search(r"a step exchanges 0\.\d*[1-9]\d* MB", waiting)
     assert advice.startswith("tfscale: what to try next: ")
+
+
+def test_no_table_as_large_as_shard_embeddings_is_told_once(caplog):
+    tfscale.init()
+    tables = Tables(1 << 30)
+    layer = tables.new(lambda cls, *args, **options: "plain", keras.layers.Embedding, 1024, 256)
+    assert layer == "plain"
+    for _ in range(2):
+        tables.warn_if_unused()
+    text = "shard_embeddings, 1024 MB: the largest, Embedding(1024, 256), has 1 MB."
+    assert caplog.text.count(text) == 1

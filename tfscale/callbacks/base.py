@@ -115,11 +115,11 @@ class Callback(Traits):
             )
         if session.whole_batches is not None and not session.has_begun:
             prepare_again(self.model)  # as `set_model` has, unless that was before the `fit`
+        warn_if_unsynchronised(self.model, session.callbacks)
         if agreement.begin(session, self.params or {}):
             agree_on_saves(session)
             if accumulators(self.model):
                 session.stop_together()
-            warn_if_unsynchronised(self.model, session.callbacks)
             warn_of_deciders(session.callbacks)
         if session.watch is not None:
             session.watch.begin(self.params or {})

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfscale.comm import runtime
+from tfscale.config import ConfigError
 from tfscale.internals.keras import before_first_fit
 from tfscale.internals.optimizers import is_wrapped, optimizers_of
 from tfscale.internals.stack import KerasPass
@@ -42,6 +43,10 @@ def warn_if_unsynchronised(
 
     `has_exchanged`: whether gradients were exchanged in this process; None before the first step,
     in which a custom train_step may do so.
+
+    Raises:
+        ConfigError: Variables are shared by the ranks (`is_shared`), so that they cannot train
+            models of their own.
     """
     if not isinstance(model, keras.Model) or not _is_one_of_several():
         return
@@ -50,8 +55,14 @@ def warn_if_unsynchronised(
     is_own_step = type(model).train_step is not keras.Model.train_step
     if some_wrapped or has_exchanged or (is_own_step and has_exchanged is None):
         return
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    if shared := [v.path for v in model.trainable_variables if getattr(v, "is_shared", False)]:
+        raise ConfigError(
+            f"optimizer must be wrapped in tfscale.DistributedOptimizer where ranks share "
+            f"{shared[0]}. Received: {names}, which leaves the other weights different on each "
+            "rank. Compile the model with tfscale.DistributedOptimizer."
+        )
     if not train_apart(callbacks):
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         _warn_once((id(model), model.name), _APART, model.name, names)
 
 

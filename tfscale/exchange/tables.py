@@ -121,6 +121,11 @@ class TableRows(keras.Variable):
         super().__init__(initialize, shape=(end - begin, table.width), **options)
 
     @property
+    def is_shared(self) -> bool:
+        """True if other ranks have rows of the table, so that none can train on its own."""
+        return self.table.group.size > 1
+
+    @property
     def held(self) -> tuple[int, int]:
         """The range of the flat table, in the order of positions, that this rank holds."""
         begin, end = self.table.own
@@ -356,12 +361,15 @@ def look_up(
     return tf.gather(of_distinct, at), tf.reduce_any(states == _LOOKS_UP)
 
 
+_REMEDY = "Raise input_dim, or map unknown ids to a row of their own."
+
+
 def _require_rows(rows: TableRows, name: str, bad: tf.Tensor, ranks: tf.Tensor) -> list[Any]:
     """The checks that ids are rows, which a traced function must wait for; an error otherwise."""
     text = f"ids must be 0 to {rows.table.n_rows - 1} in the table of {name}. Received: id "
 
     def refuse(bad: tf.Tensor, ranks: tf.Tensor) -> np.ndarray:
-        said = f"{text}{int(bad[0])} on rank {int(ranks[0])}."
+        said = f"{text}{int(bad[0])} on rank {int(ranks[0])}. {_REMEDY}"
         # TensorFlow cancels what else this rank would send in the step, and others wait for it.
         if rows.table.group.size > 1:
             runtime.backend().fail(said)

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfscale.comm.places import Places, is_this_host, parse_places, require_hosts, spread
-from tfscale.config import ConfigError, ExchangeError, environment, parse_address, variable_name
+from tfscale.config import (
+    ConfigError,
+    ExchangeError,
+    environment,
+    parse_address,
+    read_size,
+    variable_name,
+)
 from tfscale.launcher import mpi_command
 from tfscale.launcher.convert import add_convert
 from tfscale.launcher.demo import add_demo
@@ -138,6 +145,8 @@ def _require_distribute(options: argparse.Namespace) -> None:
             "--distribute, or make the choice in the script (tfscale.distribute, "
             "tfscale.DistributedOptimizer)."
         )
+    if options.shard_embeddings is not None:
+        read_size(options.shard_embeddings, "--shard-embeddings")
     if options.seed is not None and not 0 <= options.seed < 2**32:
         raise ConfigError(f"--seed must be in [0, 2**32). Received: --seed {options.seed}.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -44,7 +45,7 @@ class ShardedEmbedding(keras.layers.Layer):
     `evaluate` and `predict` of a prepared model may have other numbers of batches on each rank.
 
     For Keras the layer is an Embedding: `model.save` writes one, which loads where tfscale is not
-    installed. `get_weights`, `count_params` and `summary` see this rank's rows.
+    installed. `model.get_weights`, `count_params` and `summary` see this rank's rows.
 
     Examples:
         >>> tfscale.init()
@@ -109,7 +110,8 @@ class ShardedEmbedding(keras.layers.Layer):
         }
         for name, value in refused.items():
             hint = f"Use {UNSUPPORTED[name]}."
-            require(value is None, name, "None in ShardedEmbedding", value, hint)
+            received = f"an array of shape {np.shape(value)}" if name == "weights" else value
+            require(value is None, name, "None in ShardedEmbedding", received, hint)
         fits = combiner in (None, "sum", "mean")
         require(fits, "combiner", "None, 'sum' or 'mean'", combiner)
         options.pop("lora_alpha", None)
@@ -137,9 +139,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 "process_set must have every rank that builds the layer. Received: "
                 f"{self._table.process_set!r} on rank {runtime.rank()}. Leave the layer out there."
             )
-        whole_bytes = self.input_dim * self.output_dim * tf.as_dtype(self.variable_dtype).size
         with tf.init_scope():
-            is_small = whole_bytes <= WHOLE_BYTES
+            is_small = self.n_bytes <= WHOLE_BYTES
             self._embeddings = TableRows(
                 self._table,
                 self._drawn_as_by_keras if is_small else _zeros,
@@ -263,9 +264,9 @@ class ShardedEmbedding(keras.layers.Layer):
         """The arguments of the keras.layers.Embedding that is saved in place of this layer."""
         if self.combiner is not None:
             raise ConfigError(
-                "combiner must be None in a model that is saved: keras.layers.Embedding has none. "
-                f"Received: combiner={self.combiner!r}. Use model.save_weights, or reduce the rows "
-                "by a layer of Keras."
+                "combiner must be None in a model that is saved or cloned: keras.layers.Embedding "
+                f"has none. Received: combiner={self.combiner!r}. Use model.save_weights, or "
+                "reduce the rows by a layer of Keras."
             )
         config = {
             "input_dim": self.input_dim,
@@ -283,9 +284,19 @@ class ShardedEmbedding(keras.layers.Layer):
         """Refused: no rank has the whole table."""
         raise ConfigError(
             f"embeddings must be read by ids, as no rank has all rows. Received: {self.name}."
-            "embeddings of a ShardedEmbedding. Call the layer, or layer.get_rows(); for tied "
-            "output weights use keras.layers.Embedding."
+            "embeddings of a ShardedEmbedding. Call the layer, or layer.get_rows(). For tied "
+            "output weights use keras.layers.Embedding; under --shard-embeddings give a larger "
+            "size, or a subclass of keras.layers.Embedding, which stays whole."
         )
+
+    def get_weights(self) -> list[np.ndarray]:
+        """The whole table, as of keras.layers.Embedding. Collective: see `get_rows`."""
+        return [self.get_rows()] if self.built else []
+
+    def set_weights(self, weights: Any) -> None:
+        """Take this rank's rows of the whole table, as `set_rows` does."""
+        require(len(weights) == 1, "weights", "a list of one table", f"{len(weights)} arrays")
+        self.set_rows(weights[0])
 
     def enable_lora(self, *args: Any, **options: Any) -> None:
         """Refused."""
@@ -303,6 +314,11 @@ class ShardedEmbedding(keras.layers.Layer):
 
     # Rows of the whole table
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole table."""
+        return self.input_dim * self.output_dim * int(tf.as_dtype(self.variable_dtype).size)
+
     def get_rows(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `start` to `stop` of the table, on all ranks.
 
@@ -314,8 +330,17 @@ class ShardedEmbedding(keras.layers.Layer):
 
         Returns:
             An array of shape [stop - start, output_dim].
+
+        Raises:
+            ConfigError: These are no ids in this order, or the layer is not built.
+            ExchangeError: Not all ranks joined within TFSCALE_SAVE_TIMEOUT_S.
         """
-        stop = self.input_dim if stop is None else min(stop, self.input_dim)
+        stop = self.input_dim if stop is None else stop
+        fits = 0 <= start <= stop <= self.input_dim
+        ids_of_table = f"ids with 0 <= start <= stop <= {self.input_dim}"
+        require(fits, "start and stop", ids_of_table, f"{start} and {stop}")
+        require(self.built, self.name, "built", "a layer without rows", "Call the model first.")
+        self._embeddings.meet("get_rows")
         dtype = tf.as_dtype(self.variable_dtype)
         result = np.empty((stop - start, self.output_dim), dtype.as_numpy_dtype)
         for ids in self._table.slices(dtype.size, start, stop):
@@ -335,7 +360,8 @@ class ShardedEmbedding(keras.layers.Layer):
         """
         shape = tuple(np.shape(table) if not hasattr(table, "shape") else table.shape)
         expected = (self.input_dim, self.output_dim)
-        require(shape == expected, "table", f"of shape {expected}", shape)
+        hint = "Pass an array, such as np.load(path, mmap_mode='r')."
+        require(shape == expected, "table", f"of shape {expected}", shape, hint)
         if not self.built:
             self.build()
         self._embeddings.load(table)
@@ -358,9 +384,9 @@ class ShardedEmbedding(keras.layers.Layer):
             table = whole(self._table, self._embeddings)
         if table is None:
             raise ConfigError(
-                f"model.save must run on all ranks, which share the rows of {self.name}. Received: "
-                "a model that was not prepared, or a call on one rank. Call "
-                "tfscale.prepare(model), then model.save on every rank."
+                f"{self.name} can be saved on all ranks only, which share its rows. Received: a "
+                "call on one rank, or a model whose optimizer is not wrapped. Compile it with "
+                "tfscale.DistributedOptimizer, and call model.save or save_weights on every rank."
             )
         store["0"] = table
 
@@ -372,6 +398,13 @@ class ShardedEmbedding(keras.layers.Layer):
 def sharded_embeddings(model: keras.Model) -> list[ShardedEmbedding]:
     """The built layers of a model whose rows the ranks share, each once."""
     return [x for x in layers_of(model) if type(x) is ShardedEmbedding and x.built]
+
+
+def named(tables: Sequence[ShardedEmbedding]) -> str:
+    """The names and sizes of up to three tables, for messages, and the number of the others."""
+    shown = [f"{table.name} ({table.n_bytes / (1 << 20):.4g} MB)" for table in tables[:3]]
+    more = len(tables) - len(shown)
+    return ", ".join(shown) + (f" and {more} more tables" if more else "")
 
 
 class _Untracked:

@@ -272,7 +272,7 @@ class Bound:
         rule, executor = self.rule, self.executor
         self._refuse_local(rule, variables)
         refuse_unfit(rule, ELEMENTWISE, self.groups is not None, executor.process_set)
-        if executor.process_set.size() == 1 and executor.options.repeated_indices == "sum":
+        if runtime.rank() == 0 and executor.options.repeated_indices == "sum":
             warn_of_sums(rule, gradients)
         reduced = executor.reduce(gradients, variables)
         # A step that is given up because another rank stopped must change nothing, not even

@@ -12,7 +12,6 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import math
@@ -178,6 +177,7 @@ class Distributed:
         least_bytes: int = 0,
     ) -> None:
         self._exchange, self._patches = exchange, Patches()
+        self._tables = Tables(least_bytes)
         # Of each model, the batches of each kind of step.
         self._models: weakref.WeakKeyDictionary[keras.Model, dict[str, BatchComparison]]
         self._models = weakref.WeakKeyDictionary()
@@ -219,8 +219,7 @@ class Distributed:
         if decode == "rows":
             self._patches.wrap_datasets(self._pipelines.serve)
         if least_bytes:
-            tables = functools.partial(_new_embedding, least_bytes)
-            self._patches.wrap(keras.layers.Embedding, "__new__", tables)
+            self._patches.wrap(keras.layers.Embedding, "__new__", self._tables.new)
             self._patches.wrap(keras.optimizers.Optimizer, "load_own_variables", _load_own_rows)
         strategy = resolve(exchange).within_group()
         files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
@@ -291,6 +290,7 @@ class Distributed:
     def _prepare_training(self, model: keras.Model) -> BatchComparison:
         """Prepare a model, and wrap its optimizers."""
         batches = self._prepare(model)["train_step"]
+        self._tables.warn_if_unused()
         attributes = {
             n: v for n, v in vars(model).items() if isinstance(v, keras.optimizers.Optimizer)
         }
@@ -474,27 +474,48 @@ def _refuse_stateful(model: keras.Model) -> None:
 # Tables.
 
 
-def _new_embedding(least_bytes: int, new: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return a new Embedding, with rows over the ranks if its table has `least_bytes` or more."""
-    plain = keras.layers.Embedding
-    if not issubclass(cls, plain):
+class Tables:
+    """New Embedding layers, of which those with a table of `least_bytes` or more are sharded."""
+
+    def __init__(self, least_bytes: int) -> None:
+        self._least_bytes = least_bytes
+        self._are_any = False
+        self._largest = (0, "")
+
+    def new(self, new: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a new Embedding, or a layer whose rows are spread over the ranks."""
+        plain = keras.layers.Embedding
+        if not issubclass(cls, plain):
+            return new(cls, *args, **kwargs)
+        arguments = inspect.signature(plain.__init__).bind_partial(None, *args, **kwargs).arguments
+        n_values = math.prod(arguments.get(n, 0) for n in ("input_dim", "output_dim"))
+        n_bytes = n_values * tf.as_dtype(keras.config.floatx()).size
+        name = f"{cls.__name__}({arguments.get('input_dim')}, {arguments.get('output_dim')})"
+        self._largest = max(self._largest, (n_bytes, name))
+        if n_bytes < self._least_bytes:
+            return new(cls, *args, **kwargs)
+        self._are_any = True
+        refused = [n for n in UNSUPPORTED if arguments.get(n) is not None]
+        n_mb, is_first = n_bytes / (1 << 20), runtime.rank() == 0
+        if cls is plain and not refused:
+            level = logging.INFO if is_first else logging.DEBUG
+            logger.log(level, "%s has %.4g MB: its rows are spread over the ranks.", name, n_mb)
+            return ShardedEmbedding(*args, **kwargs)
+        why = f"it has {refused[0]}" if refused else "it is a subclass"
+        level = logging.WARNING if is_first else logging.INFO
+        logger.log(level, "%s has %.4g MB, and stays whole on every rank: %s.", name, n_mb, why)
         return new(cls, *args, **kwargs)
-    arguments = inspect.signature(plain.__init__).bind_partial(None, *args, **kwargs).arguments
-    n_values = math.prod(arguments.get(n, 0) for n in ("input_dim", "output_dim"))
-    n_bytes = n_values * tf.as_dtype(keras.config.floatx()).size
-    if n_bytes < least_bytes:
-        return new(cls, *args, **kwargs)
-    refused = [n for n in UNSUPPORTED if arguments.get(n) is not None]
-    name = f"{cls.__name__}({arguments['input_dim']}, {arguments['output_dim']})"
-    n_mb, is_first = n_bytes / (1 << 20), runtime.rank() == 0
-    if cls is plain and not refused:
-        level = logging.INFO if is_first else logging.DEBUG
-        logger.log(level, "%s has %.3g MB: its rows are spread over the ranks.", name, n_mb)
-        return ShardedEmbedding(*args, **kwargs)
-    why = f"it has {refused[0]}" if refused else "it is a subclass"
-    level = logging.WARNING if is_first else logging.INFO
-    logger.log(level, "%s has %.3g MB, and stays whole on every rank: %s.", name, n_mb, why)
-    return new(cls, *args, **kwargs)
+
+    def warn_if_unused(self) -> None:
+        """Warn, once and on one rank, if no table was large enough."""
+        n_bytes, name = self._largest
+        if self._least_bytes and not self._are_any and runtime.rank() == 0:
+            largest = f"the largest, {name}, has {n_bytes / (1 << 20):.4g} MB" if name else "none"
+            logger.warning(
+                "No Embedding was as large as shard_embeddings, %.4g MB: %s.",
+                *(self._least_bytes / (1 << 20), largest),
+            )
+        self._are_any = True  # said
 
 
 def _load_own_rows(load: Any, optimizer: Any, store: Any) -> None:

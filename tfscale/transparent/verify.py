@@ -44,7 +44,7 @@ from tfscale.internals.datasets import in_own_memory
 from tfscale.internals.keras import layers_of, raw_variable, replace_function
 from tfscale.internals.optimizers import iterations_of, optimizers_of, trained_by
 from tfscale.internals.trace import captured_variables, current_graph, ops_of
-from tfscale.layers.sharded_embedding import sharded_embeddings
+from tfscale.layers.sharded_embedding import named, sharded_embeddings
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.futures import drain
 from tfscale.transparent.differences import Difference, Value, explain, find_differences
@@ -158,8 +158,8 @@ class Verifier:
             spec: Its element spec, with which the step itself will be traced.
         """
         self._compare_batch(model, f"{kind}_step", batch)
-        if sharded_embeddings(model):
-            _tell_not_compared(model, kind, "rows of its embeddings are spread over the ranks")
+        if tables := sharded_embeddings(model):
+            _tell_not_compared(model, kind, f"the ranks share the rows of {named(tables)}")
             return
         batch, spec = _whole(batch, spec)
         step = getattr(model, f"{kind}_step")
