@@ -4,13 +4,15 @@
 
 Prints a line per rule and layer: milliseconds and samples per second, megabytes that a rank sends
 in a step for lookups and gradients, and how many rows the busiest rank was asked for, relative to
-the mean.
+the mean. `--layers horovod` alone trains tables on every rank with Horovod's own collectives.
 """
 
 import argparse
 import json
 import resource
 import time
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -62,6 +64,62 @@ def busiest(ids: np.ndarray, options: argparse.Namespace, is_spread: bool) -> fl
     return float(total.max() / total.mean())
 
 
+class Ours:
+    """tfscale, and the bytes that it exchanges."""
+
+    def __init__(self) -> None:
+        tfscale.init()
+        self.rank, self.size, self.barrier = tfscale.rank(), tfscale.size(), tfscale.barrier
+
+    def step(self, model: keras.Model, optimizer: Any) -> Callable[[Any, Any], Any]:
+        """A training step of a model."""
+        model.compile(tfscale.DistributedOptimizer(optimizer), "mse")
+        tfscale.prepare(model)
+        return model.train_on_batch
+
+    def facts(self, listener: Any, ids: np.ndarray, options: argparse.Namespace) -> dict:
+        """What belongs into the row besides times."""
+        sent = int(listener.take()["bytes"].sum()) / options.steps
+        spread = [round(busiest(ids, options, is_spread), 2) for is_spread in (True, False)]
+        return {"exchanged_mb": round(sent / 1e6, 3), "busiest": spread}
+
+
+class Horovod:
+    """Horovod in a step of its own, since it has no optimizer for Keras 3."""
+
+    def __init__(self) -> None:
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        self.rank, self.size, self._hvd = hvd.rank(), hvd.size(), hvd
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._hvd.allreduce(tf.zeros(1), name="barrier")
+
+    def step(self, model: keras.Model, optimizer: Any) -> Callable[[Any, Any], Any]:
+        """A training step of a model; Horovod gathers gradients of tables."""
+        optimizer.build(model.trainable_variables)
+        variables = [v.value for v in model.trainable_variables]
+
+        @tf.function
+        def step(inputs: Any, targets: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(inputs, training=True) - targets) ** 2)
+            gradients = [
+                self._hvd.allreduce(g, op=self._hvd.Average, name=f"gradient{i}")
+                for i, g in enumerate(tape.gradient(loss, variables))
+            ]
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        return lambda *batch: step(*batch).numpy()
+
+    def facts(self, listener: Any, ids: np.ndarray, options: argparse.Namespace) -> dict:
+        """Nothing."""
+        return {}
+
+
 def main() -> None:
     """Measure, and print JSON lines on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -74,10 +132,11 @@ def main() -> None:
     parser.add_argument("--rules", default="sgd,adagrad")
     parser.add_argument("--layers", default="replicated,sharded")
     options = parser.parse_args()
-    tfscale.init()
-    random = np.random.default_rng(tfscale.rank())
-    n = options.batch // tfscale.size()
-    kinds = {"replicated": keras.layers.Embedding, "sharded": tfscale.layers.ShardedEmbedding}
+    system = Horovod() if options.layers == "horovod" else Ours()
+    random = np.random.default_rng(system.rank)
+    n = options.batch // system.size
+    plain, sharded = keras.layers.Embedding, tfscale.layers.ShardedEmbedding
+    kinds = {"replicated": plain, "sharded": sharded, "horovod": plain}
     batches = [
         (
             [
@@ -93,29 +152,25 @@ def main() -> None:
     for rule in options.rules.split(","):
         for kind in options.layers.split(","):
             model = build(kinds[kind], options)
-            model.compile(tfscale.DistributedOptimizer(RULES[rule]()), "mse")
-            tfscale.prepare(model)
+            step = system.step(model, RULES[rule]())
             for batch in batches[:3]:
-                model.train_on_batch(*batch)
-            listener = Listener(1 << 16)
-            tfscale.barrier()
+                step(*batch)
+            listener = Listener(1 << 16) if isinstance(system, Ours) else None
+            system.barrier()
             begin = time.perf_counter()
             for i in range(options.steps):
-                model.train_on_batch(*batches[i % 4])
-            tfscale.barrier()
+                step(*batches[i % 4])
+            system.barrier()
             step_s = (time.perf_counter() - begin) / options.steps
-            sent = int(listener.take()["bytes"].sum()) / options.steps
-            shown = batches[0][0][0].numpy()
             row = {
                 "rule": rule,
                 "layer": kind,
                 "ms": round(step_s * 1e3, 1),
                 "samples_per_s": round(options.batch / step_s),
-                "exchanged_mb": round(sent / 1e6, 3),
-                "busiest": [round(busiest(shown, options, s), 2) for s in (True, False)],
+                **system.facts(listener, batches[0][0][0].numpy(), options),
                 "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
             }
-            if tfscale.rank() == 0:
+            if system.rank == 0:
                 print(json.dumps(row), flush=True)
 
 
