@@ -70,37 +70,36 @@ void RequireCuts(size_t n_cuts, int size) {
 
 void SegmentGather::Begin() {
   RequireCuts(cuts_.size(), size());
-  // Small pieces on links, where others may need them soon; see Hold.
-  chunk_bytes_ = hosts().n_hosts() > 1 ? channel_.chunk_bytes : PieceBytes();
-  spread_.emplace(*transfers_, hosts(), rank(), channel_.tag, chunk_bytes_, kFirstPassedKey);
+  // Small pieces on links, where others may need them soon.
+  chunk_bytes_ =
+      hosts().n_hosts() > 1 ? std::max<size_t>(channel_.chunk_bytes / 8, 64) : PieceBytes();
+  spread_.emplace(*transfers_, hosts(), rank(), channel_.tag, chunk_bytes_, 0);
   spread_->Receive(buffer_, cuts_);
   next_ = cuts_[static_cast<size_t>(rank())];
   SendMore();
 }
 
+bool SegmentGather::MaySend() const {
+  if (pace_ == Pace::kHeld || next_ == end()) return false;
+  const size_t n_sent = (next_ - cuts_[static_cast<size_t>(rank())]) / chunk_bytes_;
+  return pace_ == Pace::kFree || n_sent < kAhead || spread_->HasArrived(n_sent - kAhead + 1);
+}
+
 void SegmentGather::SendMore() {
-  while (!is_held_ && next_ < end() &&
-         n_messages_ < kMostChunks * std::max<size_t>(n_per_chunk_, 1)) {
+  while (MaySend()) {
     const size_t bytes = std::min(chunk_bytes_, end() - next_);
-    n_per_chunk_ = spread_->SendChunk(buffer_ + next_, bytes, kSentKey);
-    n_messages_ += n_per_chunk_;
+    spread_->SendChunk(buffer_ + next_, bytes);
     next_ += bytes;
   }
 }
 
-void SegmentGather::Hold(bool is_held) {
-  is_held_ = is_held;
-  if (!is_held && spread_) SendMore();
+void SegmentGather::SetPace(Pace pace) {
+  pace_ = pace;
+  if (spread_) SendMore();
 }
 
 void SegmentGather::Advance(const std::vector<int>& completed) {
-  for (int key : completed) {
-    if (key == kSentKey) {
-      --n_messages_;
-    } else {
-      spread_->OnCompleted(key);
-    }
-  }
+  for (int key : completed) spread_->OnCompleted(key);
   SendMore();
 }
 

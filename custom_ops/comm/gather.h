@@ -73,7 +73,7 @@ class SegmentGather : public Operation {
       : buffer_(static_cast<char*>(buffer)), cuts_(std::move(cuts)) {}
   // Of the buffer: no rank's share alone says how long the gather takes.
   size_t bytes() const override { return cuts_.back(); }
-  void Hold(bool is_held) override;
+  void SetPace(Pace pace) override;
 
  protected:
   void Begin() override;
@@ -81,21 +81,20 @@ class SegmentGather : public Operation {
   void Finish() override;
 
  private:
-  static constexpr int kSentKey = 0;
-  static constexpr int kFirstPassedKey = 1;
-  static constexpr size_t kMostChunks = 2;  // of the own segment under way
+  // Chunks that a gentle gather is ahead of what it has received. What MPI has sent may still be
+  // in a socket's buffer, before any later message; what has arrived from others is not.
+  static constexpr size_t kAhead = 2;
 
   size_t end() const { return cuts_[static_cast<size_t>(rank()) + 1]; }
   void SendMore();
+  bool MaySend() const;
 
   char* buffer_;
   const std::vector<size_t> cuts_;
   std::optional<Spread> spread_;
   size_t chunk_bytes_ = 0;
-  size_t next_ = 0;        // the first byte of the own segment that has not been sent
-  size_t n_messages_ = 0;  // under way, of the own segment
-  size_t n_per_chunk_ = 0;
-  bool is_held_ = false;
+  size_t next_ = 0;  // the first byte of the own segment that has not been sent
+  Pace pace_ = Pace::kFree;
 };
 
 // A SegmentGather with few bits per value, of vectors of which all ranks have an old

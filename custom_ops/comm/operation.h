@@ -28,6 +28,10 @@ struct Channel {
 
 constexpr int kTagsPerOperation = 3;
 
+// kGentle: little at a time, so that a message that is urgent soon waits for little; kHeld:
+// nothing.
+enum class Pace { kFree, kGentle, kHeld };
+
 // All methods run on the communication thread and never block. They throw
 // CommError or std::bad_alloc. All ranks of the communicator must start the
 // matching operation with the same tag, in any order among different tags.
@@ -69,8 +73,8 @@ class Operation {
   }
 
   bool is_done() const { return is_done_ && transfers_->is_empty(); }
-  // Whether to send nothing more for now: others need the link. Some operations do not listen.
-  virtual void Hold(bool is_held) { static_cast<void>(is_held); }
+  // How much of the link to take from now on. Some operations do not listen.
+  virtual void SetPace(Pace pace) { static_cast<void>(pace); }
   // Payload of this rank in bytes, for the window of the scheduler and reports.
   virtual size_t bytes() const = 0;
   // Ranks, within the communicator, that keep it from ending.

@@ -8,7 +8,7 @@ namespace {
 
 // Under way at most, of tasks whose order is that of their readers, unless it is one: small ones
 // are sent together.
-constexpr int64_t kOrderedBytes = 4 << 20;
+constexpr int64_t kOrderedBytes = 1 << 20;
 
 }  // namespace
 

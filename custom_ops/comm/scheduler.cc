@@ -229,7 +229,7 @@ bool Scheduler::StepQueues() {
     }
   }
   if (active_.empty()) has_moved = StartEarly() || has_moved;
-  HoldEarly();
+  PaceEarly();
   return has_moved;
 }
 
@@ -237,15 +237,15 @@ bool Scheduler::is_early(const Task& task) const {
   return task.may_overtake && task.plan != kEager && queues_.at(task.plan)->is_early(task.slot);
 }
 
-// What was started early sends only while nothing else is active.
-void Scheduler::HoldEarly() {
+// What was started early sends only while nothing else is active, and then little at a time.
+void Scheduler::PaceEarly() {
   const auto can_overtake = [](const Task& task) { return task.may_overtake; };
   if (std::none_of(active_.begin(), active_.end(), can_overtake)) return;
   const auto n_early = std::count_if(active_.begin(), active_.end(),
                                      [this](const Task& task) { return is_early(task); });
-  const bool is_held = static_cast<size_t>(n_early) < active_.size();
+  const Pace early = static_cast<size_t>(n_early) < active_.size() ? Pace::kHeld : Pace::kGentle;
   for (Task& task : active_) {
-    if (task.may_overtake) task.operation->Hold(is_held && is_early(task));
+    if (task.may_overtake) task.operation->SetPace(is_early(task) ? early : Pace::kFree);
   }
 }
 
@@ -255,6 +255,7 @@ bool Scheduler::StartEarly() {
     std::optional<Task> task = queue->TakeEarly();
     if (!task) continue;
     const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
+    task->operation->SetPace(Pace::kGentle);
     Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation_));
     return true;
   }

@@ -92,7 +92,7 @@ class Scheduler {
   bool StepQueues();
   bool StartEarly();
   bool is_early(const Task& task) const;
-  void HoldEarly();
+  void PaceEarly();
   void Finish(Task& task);
   std::string PlaceOf(const Task& task) const;
   void EndAll(const Status& why);

@@ -19,17 +19,16 @@ Spread::Spread(Transfers& transfers, const HostLayout& hosts, int rank, int tag,
       chunk_bytes_(chunk_bytes),
       first_key_(first_key) {}
 
-size_t Spread::SendChunk(const char* data, size_t bytes, int key) {
+void Spread::SendChunk(const char* data, size_t bytes) {
   const int own = hosts_.HostOf(rank_);
   // Other hosts first: they have the longer way.
   for (int i = 1; i < hosts_.n_hosts(); ++i) {
     const int host = (own + i) % hosts_.n_hosts();
-    transfers_.Send(data, bytes, hosts_.Partner(host, rank_), tag_ + kOwn, key);
+    transfers_.Send(data, bytes, hosts_.Partner(host, rank_), tag_ + kOwn);
   }
   for (int peer : hosts_.RanksOf(own)) {
-    if (peer != rank_) transfers_.Send(data, bytes, peer, tag_ + kOwn, key);
+    if (peer != rank_) transfers_.Send(data, bytes, peer, tag_ + kOwn);
   }
-  return static_cast<size_t>(hosts_.n_hosts()) - 1 + hosts_.RanksOf(own).size() - 1;
 }
 
 void Spread::SendAll(const char* data, size_t bytes) {
@@ -49,7 +48,8 @@ std::vector<Spread::Chunk> Spread::PassedOnBy(int rank, char* vector,
       const size_t begin = cuts[static_cast<size_t>(owner)] + offset;
       const size_t end = cuts[static_cast<size_t>(owner) + 1];
       if (begin >= end) continue;
-      chunks.push_back({owner, vector + begin, std::min(chunk_bytes_, end - begin), false});
+      chunks.push_back({offset / chunk_bytes_, owner, vector + begin,
+                        std::min(chunk_bytes_, end - begin), false});
       is_any_left = true;
     }
   }
@@ -73,6 +73,14 @@ void Spread::Receive(char* vector, const std::vector<size_t>& cuts) {
       transfers_.Receive(chunk.data, chunk.bytes, peer, tag_ + kPassedOn);
     }
   }
+}
+
+bool Spread::HasArrived(size_t n_chunks) const {
+  // Those before n_passed_on_ are.
+  for (size_t i = n_passed_on_; i < passed_on_.size() && passed_on_[i].number < n_chunks; ++i) {
+    if (!passed_on_[i].has_arrived) return false;
+  }
+  return true;
 }
 
 bool Spread::OnCompleted(int key) {

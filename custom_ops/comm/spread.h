@@ -20,19 +20,22 @@ class Spread {
   Spread(Transfers& transfers, const HostLayout& hosts, int rank, int tag, size_t chunk_bytes,
          int first_key);
 
-  // The next chunk of the own segment: `bytes` of them, less only at its end. Returns the number
-  // of messages, each of which completes `key`.
-  size_t SendChunk(const char* data, size_t bytes, int key = Transfers::kNoKey);
+  // The next chunk of the own segment: `bytes` of them, less only at its end.
+  void SendChunk(const char* data, size_t bytes);
   // All of the own segment at once.
   void SendAll(const char* data, size_t bytes);
   // The segments of others will arrive in `vector`; rank r's are the bytes
   // [cuts[r], cuts[r + 1]) of it.
   void Receive(char* vector, const std::vector<size_t>& cuts);
+  // Whether the first `n_chunks` chunks of every segment from other hosts are here, as far as they
+  // have so many.
+  bool HasArrived(size_t n_chunks) const;
   // Returns whether a completed key is one of the spread's, and passes on what arrived.
   bool OnCompleted(int key);
 
  private:
   struct Chunk {
+    size_t number;  // in its segment
     int owner;
     char* data;
     size_t bytes;

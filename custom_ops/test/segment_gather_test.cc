@@ -95,6 +95,47 @@ TEST(SegmentsOfAnyLengths) {
   }
 }
 
+// Its readers come last: others send first what is needed sooner.
+TEST(AGatherThatStartedEarlyIsHeldWhileOthersSend) {
+  Job job(OptionsWith({1, 0}));
+  const int plan = job.engine().plans().Create(0, "held");
+  for (const char* name : {"sum", "parameters"}) job.engine().plans().AddSlot(plan, name);
+  const Parts parts(EvenCuts(job.size(), 200 * 640), job.rank(), 0);
+  const Place of_sum{"sum", 0, plan, 0}, of_gather{"parameters", 0, plan, 1, true};
+  const std::vector<float> one(1, 1.0f);
+  std::vector<float> total(1);
+  const auto post_sum = [&] {
+    ReductionArgs args;
+    args.inputs = {one.data()};
+    args.outputs = {total.data()};
+    args.counts = {1};
+    return Post(MakeReduction(std::move(args)), of_sum);
+  };
+  char word = 'x';
+  const auto tell = [&] { return Post(MakeBroadcast(&word, &word, 1, 0), Place{"told"}); };
+  // A plan starts nothing early before its first run.
+  std::future<Status> sum = post_sum();
+  std::future<Status> gather = Post(parts.Gather(), of_gather, parts.buffer);
+  CHECK_OK(std::move(sum));
+  CHECK_OK(std::move(gather));
+  if (job.rank() == 0) {
+    // It sends little, as nothing comes from others, and nothing from the sum on.
+    gather = Post(parts.Gather(), of_gather, parts.buffer);
+    sum = post_sum();
+    CHECK_OK(tell());
+  } else {
+    CHECK_OK(tell());
+    gather = Post(parts.Gather(), of_gather, parts.buffer);
+    SleepMs(100);  // long enough for all of it, if it were not held
+    CHECK_EQ(IsReady(gather), false);
+    sum = post_sum();
+  }
+  CHECK_OK(std::move(sum));
+  CHECK_OK(std::move(gather));
+  CHECK_EQ(total[0], static_cast<float>(job.size()));
+  parts.Check();
+}
+
 // Of three vectors, the second of which is sent as it is; cuts lie anywhere.
 TEST(ChangesLeaveRanksEqualAndAreNotLost) {
   struct Vector {

@@ -23,7 +23,7 @@ _AUTO_BUCKETS = 8
 _AUTO_LEAST = 1024 * 1024
 _AUTO_MOST = 16 * 1024 * 1024
 # Of several buckets, the last ones need not be smaller than this.
-_TAIL_LEAST = 1024 * 1024
+_TAIL_LEAST = 256 * 1024
 # One message is one op with an output for each tensor, and TensorFlow infers the shapes of all
 # outputs again for each: with 1,000 tensors that alone takes 50 s (grappler's tfg_optimizer).
 _MOST_TENSORS = 128
