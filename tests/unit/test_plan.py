@@ -53,7 +53,7 @@ def test_the_last_of_several_buckets_are_small():
     mb = 2**20
     specs = [GradientSpec(f"layer{i}", (mb // 8,), "float32") for i in range(128)]
     buckets = build_buckets(specs, 8 * mb)
-    assert [len(bucket) / 2 for bucket in buckets] == [8] * 7 + [4, 2, 1, 1]
+    assert [len(bucket) / 2 for bucket in buckets] == [8] * 7 + [4, 2, 1, 0.5, 0.5]
     (bucket,) = build_buckets(specs, 100 * mb)
     assert len(bucket) == 128
 
