@@ -78,7 +78,7 @@ class Ours:
         return model.train_on_batch
 
     def facts(self, listener: Any, ids: np.ndarray, options: argparse.Namespace) -> dict:
-        """What belongs into the row besides times."""
+        """Facts of the row besides times."""
         sent = int(listener.take()["bytes"].sum()) / options.steps
         spread = [round(busiest(ids, options, is_spread), 2) for is_spread in (True, False)]
         return {"exchanged_mb": round(sent / 1e6, 3), "busiest": spread}
