@@ -306,8 +306,8 @@ class ShardedEmbedding(keras.layers.Layer):
         raise ConfigError(
             f"embeddings must be read by ids, as no rank has all rows. Received: {self.name}."
             "embeddings of a ShardedEmbedding. Call the layer, or layer.get_rows(). For tied "
-            "output weights use keras.layers.Embedding; under --shard-embeddings give a larger "
-            "size, or a subclass of keras.layers.Embedding, which stays whole."
+            "output weights use keras.layers.Embedding; under --shard-embeddings read it before "
+            "the first step, or use a subclass of keras.layers.Embedding, which stays whole."
         )
 
     def get_weights(self) -> list[np.ndarray]:

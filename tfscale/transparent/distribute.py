@@ -114,9 +114,9 @@ def distribute(
             where the steps allow, that is, `map` without state before `batch`; "batches", whole
             batches, of which it then takes its rows.
         shard_embeddings: Size of a table, such as "100MB" or a number of bytes, from which on an
-            Embedding becomes a `tfscale.layers.ShardedEmbedding`. Subclasses, and layers with
-            arguments that it does not support, stay, with a log line. Steps of models with such
-            tables are not verified. None: no Embedding does.
+            Embedding becomes a `tfscale.layers.ShardedEmbedding`. Subclasses, layers with arguments
+            that it does not support, and tables that the script reads whole stay, with a log line.
+            Steps of models with sharded tables are not verified. None: no Embedding is sharded.
 
     Returns:
         An object whose `undo()` restores Keras, except for optimizers that were wrapped.
