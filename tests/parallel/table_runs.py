@@ -6,6 +6,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfscale
 from tests.helpers.equality import OPTIMIZERS
@@ -104,6 +105,72 @@ def unchanged_script() -> None:
         kinds, *ours = script(folder / "sharded.keras")
         job.undo()
     assert plain == ["Embedding", "Embedding", "Own"]
-    assert kinds == ["ShardedEmbedding", "ShardedEmbedding", "Own"]
+    assert kinds == ["ScriptEmbedding", "ScriptEmbedding", "Own"]
     for mine, single in zip(ours, expected, strict=True):
         np.testing.assert_allclose(mine, single, rtol=0, atol=1e-10)
+
+
+class Scores(keras.layers.Layer):
+    """Scores of all rows of a table: tied output weights."""
+
+    def __init__(self, table: keras.layers.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def call(self, x):
+        return tf.matmul(x, self.table.embeddings, transpose_b=True)
+
+
+class Tied(keras.Model):
+    """A model of two tables, of which it reads one; `call` is not told of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.other = (keras.layers.Embedding(N_ROWS, 4) for _ in range(2))
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, ids):
+        x = self.dense(keras.ops.mean(self.read(ids) + self.other(ids), axis=1))
+        return tf.matmul(x, self.read.embeddings, transpose_b=True)
+
+
+def functional() -> keras.Model:
+    inputs = keras.Input((3,), dtype="int64")
+    read, other = (keras.layers.Embedding(N_ROWS, 4) for _ in range(2))
+    x = keras.layers.Dense(4)(keras.ops.mean(read(inputs) + other(inputs), axis=1))
+    return keras.Model(inputs, Scores(read)(x))
+
+
+def tied_script(make, path: Path) -> list:
+    keras.utils.set_random_seed(4)
+    model = make()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss)
+    x = ids_of(40)[0]
+    history = model.fit(x, x[:, 0], epochs=2, batch_size=16, verbose=0).history
+    results = [*history.values(), model.evaluate(x, x[:, 0], verbose=0)]
+    results.append(model.predict(x, verbose=0))
+    for layer in model.layers:
+        results += layer.get_weights() if not isinstance(layer, Scores) else []
+    model.save_weights(path)
+    n_sharded = sum(type(v).__name__ == "TableRows" for v in model.weights)
+    keras.utils.set_random_seed(5)
+    again = make()
+    again(x[:1])
+    again.load_weights(path)
+    np.testing.assert_allclose(again.predict(x, verbose=0), results[2], rtol=0, atol=1e-10)
+    return [n_sharded, *results]
+
+
+def tied_tables() -> None:
+    """A table that a script reads is plain; the other one stays spread; numbers are equal."""
+    folder = Path(os.environ["TABLE_FOLDER"])
+    for make in (functional, Tied):
+        with float64():
+            _, *expected = tied_script(make, folder / f"plain-{tfscale.rank()}.weights.h5")
+            job = tfscale.distribute(seed=4, shard_embeddings="1KB")
+            n_sharded, *ours = tied_script(make, folder / "sharded.weights.h5")
+            job.undo()
+        assert n_sharded == 1
+        for mine, single in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(mine, single, rtol=0, atol=1e-10)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.launching import launch_script
 from tests.parallel.test_resume import require_equal
 from tfscale.testing import require_ok, spawn
 
@@ -41,3 +42,45 @@ def test_a_rank_that_predicts_alone(tmp_path):
 @pytest.mark.timeout(0)
 def test_an_unchanged_script(tmp_path):
     require_ok(run(3, "unchanged_script", tmp_path))
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("size", [2, 3])
+def test_tables_that_a_script_reads(size, tmp_path):
+    require_ok(run(size, "tied_tables", tmp_path))
+
+
+LEFT_ALONE = """
+import keras
+import numpy as np
+import tfscale
+tfscale.init()
+rows = tfscale.layers.ShardedEmbedding(50, 4, name="items")
+model = keras.Sequential([keras.Input((3,), dtype="int64"), rows])
+model.compile(tfscale.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+tfscale.prepare(model)
+ids = np.zeros((4, 3), "int64")
+if tfscale.rank() == 0:
+    calls = {
+        "model.predict on rank 0": lambda: model.predict(ids, verbose=0),
+        "model.save on rank 0": lambda: model.save("alone.keras"),
+        "a call on rank 0": lambda: model(ids),
+    }
+    for what, call in calls.items():
+        try:
+            call()
+        except tfscale.ExchangeError as error:
+            assert what in str(error) and "items/embeddings" in str(error), error
+            assert "rank 1 has left the job" in str(error), error
+            assert error.__cause__ is None, error.__cause__
+            assert error.__context__ is None or error.__suppress_context__, error.__context__
+            print("told:", what, flush=True)
+"""
+
+
+@pytest.mark.timeout(0)
+def test_a_rank_that_others_have_left():
+    """Its errors are single ones, which name the table and the call."""
+    output = launch_script(2, LEFT_ALONE, timeout_s=200.0).output
+    for what in ("model.predict", "model.save", "a call"):
+        assert f"told: {what} on rank 0" in output, output

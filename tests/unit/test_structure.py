@@ -111,6 +111,7 @@ DIRECT = {
     "fit/batches": "unit/test_batches",
     "internals/row_maps": "unit/test_row_maps",
     "transparent/differences": "unit/test_step_differences",
+    "transparent/tables": "unit/test_transparent_program",
     "transparent/verify": "parallel/cases_verify unit/test_step_differences",
     # Adaptations of Keras and TensorFlow, which differ between their versions.
     "callbacks/learning_rate": "unit/test_callbacks_learning_rate",

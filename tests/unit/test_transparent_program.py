@@ -9,7 +9,7 @@ import pytest
 
 import tfscale
 from tests.helpers.launching import job_words, run_in_folder, write_script
-from tfscale.transparent.distribute import Tables
+from tfscale.transparent.tables import Tables
 
 # Instead of `distribute`, which needs TensorFlow.
 STUB = """

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group, ReduceOp, Reduction
 from tfscale.comm.eager import raise_own_errors
+from tfscale.config import ExchangeError, settings
 
 
 class Meeting:
@@ -22,8 +23,15 @@ class Meeting:
     waits. A rank that times out continues, and its thread informs late ranks in the second round.
     """
 
-    def __init__(self, group: Group) -> None:
-        """Trace the rounds, on all ranks of the group at the same point of their program."""
+    def __init__(self, group: Group, shared: str, hint: str = "") -> None:
+        """Trace the rounds, on all ranks of the group at the same point of their program.
+
+        Args:
+            group: The ranks.
+            shared: What they share, for errors.
+            hint: The end of the error after a timeout.
+        """
+        self._shared, self._hint = shared, hint
 
         def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
             call = Call(group, "meeting of ranks", stream="meeting")
@@ -37,12 +45,23 @@ class Meeting:
         self._attempt: futures.Future[bool] = futures.Future()
         self._attempt.set_result(False)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether all ranks arrive in time. Collective, on the main thread.
+    def wait(self, what: str) -> None:
+        """Wait for all ranks, TFSCALE_SAVE_TIMEOUT_S at most. Collective, on the main thread.
 
         After a timeout the attempt stays pending, and the next call resumes it.
+
+        Args:
+            what: The call that all ranks must make, for errors.
+
+        Raises:
+            ExchangeError: Not all ranks arrived in time, or one has ended.
         """
+        timeout_s = settings().save_timeout_s
         deadline = time.monotonic() + timeout_s
+        alone = (
+            f"{what} must run on all ranks, which share {self._shared}. Received: {what} on rank "
+            f"{runtime.rank()}, and"
+        )
         self._is_wanted = True
         while True:
             if self._attempt.done():
@@ -52,10 +71,16 @@ class Meeting:
             with self._lock:
                 if not self._attempt.done() and not self._is_met:
                     self._is_wanted = False
-                    return False
-            # All ranks are in the second round, which takes no time.
-            if raise_own_errors(self._attempt.result):
-                return True
+                    raise ExchangeError(
+                        f"{alone} not all other ranks joined within {timeout_s:g} s "
+                        f"(TFSCALE_SAVE_TIMEOUT_S). Call it on every rank{self._hint}."
+                    )
+            # All ranks are in the second round, which takes no time, or one has ended.
+            try:
+                if raise_own_errors(self._attempt.result):
+                    return
+            except ExchangeError as error:
+                raise ExchangeError(f"{alone} {error}") from None
 
     def _run(self) -> None:
         try:

@@ -26,7 +26,7 @@ from tfscale.comm import runtime
 from tfscale.comm.backends.base import Call, Group
 from tfscale.comm.meeting import Meeting
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ConfigError, ExchangeError, settings
+from tfscale.config import ConfigError, ExchangeError
 from tfscale.exchange import batch_shares as shares
 from tfscale.internals.keras import raw_variable
 from tfscale.plan.segments import row_cuts
@@ -117,8 +117,9 @@ class TableRows(keras.Variable):
         """Create the rows by `initialize(shape, dtype)`; options are those of keras.Variable."""
         begin, end = table.own
         self.table, self.lazy, self.keeps_repeats, self.n_loads = table, lazy, False, 0
-        self._meeting = Meeting(table.group) if table.group.size > 1 else None
         super().__init__(initialize, shape=(end - begin, table.width), **options)
+        shared = f"the rows of {self.path}"
+        self._meeting = Meeting(table.group, shared) if table.group.size > 1 else None
 
     @property
     def is_shared(self) -> bool:
@@ -141,13 +142,8 @@ class TableRows(keras.Variable):
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; `what` names the operation in the error. Collective."""
-        timeout_s = settings().save_timeout_s
-        if self._meeting is not None and not self._meeting.wait(timeout_s):
-            raise ExchangeError(
-                f"{what} must run on all ranks, which share the rows of {self.path}. Received: "
-                f"{what} on rank {runtime.rank()}, and not all other ranks joined within "
-                f"{timeout_s:g} s (TFSCALE_SAVE_TIMEOUT_S). Call it on every rank."
-            )
+        if self._meeting is not None:
+            self._meeting.wait(what)
 
     def follow(self, keeps_repeats: bool) -> bool:
         """Let gradients of one id be sent apart, or not; return whether to trace again."""

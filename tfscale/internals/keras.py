@@ -3,8 +3,9 @@
 All names were checked with Keras 3.10 and 3.15 and TensorFlow 2.18 and 2.21; differences between
 these versions are noted where they matter. If a name disappears, only this module breaks.
 
-Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
-`_non_trainable_variables`, `_seed_generators`, `_build_shapes_dict`;
+Of Keras: `Variable._value`, `_path`; `Layer._flatten_layers`, `_trainable_variables`,
+`_non_trainable_variables`, `_seed_generators`, `_build_shapes_dict`, `_tracker`,
+`_track_variable`, `_untrack_variable`;
 `Model._resolve_auto_jit_compile`, `_symbolic_build`, `_initial_epoch`,
 `_get_metrics_result_or_logs`, the option `_use_cached_eval_dataset` of `evaluate`;
 `TextVectorization._lookup_layer`; `CallbackList._async_train`, `_async_test`, `_async_predict`;
@@ -13,7 +14,9 @@ Of Keras: `Variable._value`; `Layer._flatten_layers`, `_trainable_variables`,
 `_distributed_dataset`, `_current_iterator`, `_num_batches`, `_steps_seen`;
 `PyDatasetAdapter._output_signature`, `_standardize_batch`; `keras.src.utils.io_utils.print_msg`,
 `data_adapter_utils.class_weight_to_sample_weights`, `global_state.get_global_attribute`,
-`seed_generator.global_seed_generator`, whose attribute has the same name.
+`set_global_attribute` with "stateless_scope", `symbolic_scope.in_symbolic_scope`,
+`seed_generator.global_seed_generator`, whose attribute has the same name. Of TensorFlow:
+`python.eager.record.could_possibly_record`.
 """
 
 from __future__ import annotations
@@ -30,17 +33,22 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.global_state import (
+    get_global_attribute,
+    set_global_attribute,
+)
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
 from keras.src.utils.io_utils import print_msg
+from tensorflow.python.eager.record import could_possibly_record as is_recording
 
 from tfscale.config import ConfigError
 from tfscale.internals import stack
 
 T = TypeVar("T")
 
-__all__ = ["class_weight_to_sample_weights", "print_msg"]
+__all__ = ["class_weight_to_sample_weights", "in_symbolic_scope", "is_recording", "print_msg"]
 
 # Keras 3.10 numbers an execution by its first step, later versions by its first and last steps.
 _HAS_LAST_STEP = tuple(int(part) for part in keras.__version__.split(".")[:2]) >= (3, 11)
@@ -70,6 +78,39 @@ def by_device(items: Iterable[T], device: Callable[[T], str]) -> list[list[T]]:
 def set_class(variable: keras.Variable, own_class: type) -> None:
     """Turn a variable into one of another class, which keeps its attributes."""
     variable.__class__ = own_class
+
+
+@contextlib.contextmanager
+def making_variables() -> Iterator[None]:
+    """Make variables eagerly within a block, also while Keras infers shapes.
+
+    Keras would make them after that: until then they have no values.
+    """
+    scope = get_global_attribute("stateless_scope")
+    set_global_attribute("stateless_scope", None)
+    try:
+        with tf.init_scope():
+            yield
+    finally:
+        set_global_attribute("stateless_scope", scope)
+
+
+def put_in_place(layer: Any, before: keras.Variable, value: Any) -> keras.Variable:
+    """Return a new weight of a built layer, in place of one whose name and path it gets."""
+    variable = keras.Variable(
+        lambda shape, dtype: tf.cast(value, dtype),
+        shape=value.shape,
+        dtype=before.dtype,
+        name=before.name,
+    )
+    variable._path = before.path
+    layer._untrack_variable(before)
+    was_locked = layer._tracker.locked
+    layer._tracker.unlock()
+    layer._track_variable(variable)
+    if was_locked:
+        layer._tracker.lock()
+    return variable
 
 
 def layers_of(model: keras.Model) -> list[Any]:

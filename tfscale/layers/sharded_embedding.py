@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,10 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import runtime
+from tfscale.comm.eager import raise_own_errors
 from tfscale.comm.runtime import ProcessSet, global_process_set
-from tfscale.config import ConfigError, check_integer, require
+from tfscale.config import ConfigError, ExchangeError, check_integer, require
 from tfscale.exchange.tables import Calls, Table, TableRows, gathered, look_up, whole, write_rows
-from tfscale.internals.keras import layers_of, raw_variable
+from tfscale.internals.keras import is_recording, layers_of, making_variables, raw_variable
 
 WHOLE_BYTES = 256 << 20  # of tables that are drawn at once, as Keras draws them
 _BLOCK_BYTES = 16 << 20  # of larger ones
@@ -139,7 +140,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 "process_set must have every rank that builds the layer. Received: "
                 f"{self._table.process_set!r} on rank {runtime.rank()}. Leave the layer out there."
             )
-        with tf.init_scope():
+        with making_variables():
             is_small = self.n_bytes <= WHOLE_BYTES
             self._embeddings = TableRows(
                 self._table,
@@ -197,13 +198,33 @@ class ShardedEmbedding(keras.layers.Layer):
         if not ids.dtype.is_integer:
             ids = tf.cast(ids, tf.int32)
         flat = tf.reshape(ids, [-1])
-        if training or self._table.group.size == 1:
-            rows, _ = look_up(self._embeddings, flat, self._calls.named())
+        if tf.executing_eagerly():
+            rows = self._raise_own_errors(lambda: self._looked_up(flat, training))
         else:
-            rows, _ = self._together.value(tf.cast(flat, tf.int64), tf.constant(1, tf.int64))
+            rows = self._looked_up(flat, training)
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.output_dim]], 0))
         rows = tf.cast(tf.ensure_shape(rows, [*ids.shape, self.output_dim]), self.compute_dtype)
         return rows if self.combiner is None else self._combined(rows, ids, mask)
+
+    def _looked_up(self, ids: tf.Tensor, training: bool | None) -> tf.Tensor:
+        # Keras tells layers of a model whose `call` has no such argument nothing of training.
+        if training or is_recording() or self._table.group.size == 1:
+            return look_up(self._embeddings, ids, self._calls.named())[0]
+        return self._together.value(tf.cast(ids, tf.int64), tf.constant(1, tf.int64))[0]
+
+    def _raise_own_errors(self, look_up: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Run an eager lookup; errors of its collectives name the table, and have no cause."""
+        try:
+            return raise_own_errors(look_up)
+        except ExchangeError as error:
+            text = str(error)
+        if text.startswith("ids must be"):  # of some rank: it names the table
+            raise ExchangeError(text)
+        raise ExchangeError(
+            f"{self._embeddings.path} must be looked up by all ranks together, which share its "
+            f"rows, also in a call of the model. Received: a call on rank {runtime.rank()}, and "
+            f"{text}"
+        )
 
     def _combined(self, rows: tf.Tensor, ids: tf.Tensor, mask: Any) -> tf.Tensor:
         counts = mask if mask is not None else self._counts(ids)
@@ -285,8 +306,8 @@ class ShardedEmbedding(keras.layers.Layer):
         raise ConfigError(
             f"embeddings must be read by ids, as no rank has all rows. Received: {self.name}."
             "embeddings of a ShardedEmbedding. Call the layer, or layer.get_rows(). For tied "
-            "output weights use keras.layers.Embedding; under --shard-embeddings give a larger "
-            "size, or a subclass of keras.layers.Embedding, which stays whole."
+            "output weights use keras.layers.Embedding; under --shard-embeddings read it before "
+            "the first step, or use a subclass of keras.layers.Embedding, which stays whole."
         )
 
     def get_weights(self) -> list[np.ndarray]:
@@ -369,6 +390,11 @@ class ShardedEmbedding(keras.layers.Layer):
     # Saving
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the layer is built, and each rank holds some of its rows."""
+        return self.built and isinstance(self._embeddings, TableRows)
+
+    @property
     def rows(self) -> TableRows:
         """This rank's rows, in the order of their positions."""
         return self._embeddings
@@ -397,7 +423,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
 def sharded_embeddings(model: keras.Model) -> list[ShardedEmbedding]:
     """The built layers of a model whose rows the ranks share, each once."""
-    return [x for x in layers_of(model) if type(x) is ShardedEmbedding and x.built]
+    return [x for x in layers_of(model) if issubclass(type(x), ShardedEmbedding) and x.is_sharded]
 
 
 def named(tables: Sequence[ShardedEmbedding]) -> str:

@@ -287,8 +287,8 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         layers = sharded_embeddings(model)
         tables = [layer.rows for layer in layers]
         is_new = any([rows.follow(keeps) for rows in tables])
-        if tables:
-            self._self_tables = KeptTables(layers, tables, rule, rule is not self.__wrapped__)
+        has_scaler = rule is not self.__wrapped__
+        self._self_tables = KeptTables(layers, tables, rule, has_scaler) if tables else None
         is_alone = internals.trains_all(model)
         may_cut = is_alone and self._self_accumulator is None and bound.groups is None
         has_changed = bound.executor.choose_dense(

@@ -19,7 +19,7 @@ from tfscale.comm import objects, runtime
 from tfscale.comm.backends.base import Call
 from tfscale.comm.meeting import Meeting
 from tfscale.comm.runtime import ProcessSet
-from tfscale.config import ExchangeError, settings
+from tfscale.config import ExchangeError
 from tfscale.exchange.shards import Shards
 from tfscale.exchange.states import Range, Saved, SavedStates, Scope, copy_of
 from tfscale.exchange.tables import TableRows
@@ -29,6 +29,11 @@ from tfscale.internals.tracking import ReplacingNode, ValueNode
 
 Version = tuple[int, ...]
 _MASTER = "weight"  # begins the names of exact parts of weights
+_OTHER_SAVES = (
+    ": each path is written once. Or call model.optimizer.full_state() on every rank, then save on "
+    "rank 0 alone. In fit, ModelCheckpoint may be given to rank 0 alone if every rank has a "
+    "tfscale callback"
+)
 
 
 class Gathered(abc.ABC):
@@ -87,7 +92,7 @@ class KeptState(Gathered):
         targets = {id(piece): i for i, piece in shards.pieces.items()}
         places = [targets.get(id(v), -1) for v in internals.trained_by(rule)]
         self._slots = {key: places[i] for key, i in internals.slots_of(rule).items()}
-        self._meeting = Meeting(process_set.group())
+        self._meeting = Meeting(process_set.group(), "the optimizer's state", _OTHER_SAVES)
         # What stands for the optimizer in a checkpoint: the model's variables for pieces of them,
         # and complete slots for parts.
         replaced = {id(p): (p, shards.variables[i]) for i, p in shards.pieces.items()}
@@ -205,16 +210,7 @@ class KeptState(Gathered):
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; `what` names the operation in the error. Collective."""
-        timeout_s = settings().save_timeout_s
-        if not self._meeting.wait(timeout_s):
-            raise ExchangeError(
-                f"{what} must run on all ranks, which share the optimizer's state. Received: "
-                f"{what} on rank {runtime.rank()}, and not all other ranks joined within "
-                f"{timeout_s:g} s (TFSCALE_SAVE_TIMEOUT_S). Call it on every rank: each path is "
-                "written once. Or call model.optimizer.full_state() on every rank, then save on "
-                "rank 0 alone. In fit, ModelCheckpoint may be given to rank 0 alone if every "
-                "rank has a tfscale callback."
-            )
+        self._meeting.wait(what)
 
     def read(self, what: str = "reading the optimizer's state") -> list[np.ndarray]:
         """Return the complete state; collective unless it `is_gathered`."""

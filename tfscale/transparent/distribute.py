@@ -12,9 +12,6 @@ Each patch calls public parts of tfscale, which a script may use itself instead:
 from __future__ import annotations
 
 import contextlib
-import inspect
-import logging
-import math
 import os
 import sys
 import time
@@ -53,20 +50,15 @@ from tfscale.internals.optimizers import (
     inner_optimizers,
     is_wrapped,
     optimizers_of,
-    trained_by,
     update_rule,
 )
-from tfscale.layers.sharded_embedding import UNSUPPORTED, ShardedEmbedding
 from tfscale.optimizer.distributed import DistributedOptimizer
 from tfscale.optimizer.saving import is_alone, make_saves_safe, on_first_rank, write_on_first_rank
-from tfscale.optimizer.table_rules import tables_of
-from tfscale.optimizer.table_state import KeptTables
 from tfscale.start import init
 from tfscale.transparent import files
 from tfscale.transparent.files import WrittenOnce, share_logs
+from tfscale.transparent.tables import Tables, load_own_rows
 from tfscale.transparent.verify import Verifier, Verify, require_verify
-
-logger = logging.getLogger("tfscale")
 
 BatchNorm = Literal["global", "local"]
 Decode = Literal["rows", "batches"]
@@ -122,9 +114,9 @@ def distribute(
             where the steps allow, that is, `map` without state before `batch`; "batches", whole
             batches, of which it then takes its rows.
         shard_embeddings: Size of a table, such as "100MB" or a number of bytes, from which on an
-            Embedding becomes a `tfscale.layers.ShardedEmbedding`. Subclasses, and layers with
-            arguments that it does not support, stay, with a log line. Steps of models with such
-            tables are not verified. None: no Embedding does.
+            Embedding becomes a `tfscale.layers.ShardedEmbedding`. Subclasses, layers with arguments
+            that it does not support, and tables that the script reads whole stay, with a log line.
+            Steps of models with sharded tables are not verified. None: no Embedding is sharded.
 
     Returns:
         An object whose `undo()` restores Keras, except for optimizers that were wrapped.
@@ -220,7 +212,7 @@ class Distributed:
             self._patches.wrap_datasets(self._pipelines.serve)
         if least_bytes:
             self._patches.wrap(keras.layers.Embedding, "__new__", self._tables.new)
-            self._patches.wrap(keras.optimizers.Optimizer, "load_own_variables", _load_own_rows)
+            self._patches.wrap(keras.optimizers.Optimizer, "load_own_variables", load_own_rows)
         strategy = resolve(exchange).within_group()
         files.patch(self._patches, began_s, strategy.is_sharding or strategy.may_shard_later)
         shares.use(True)
@@ -469,62 +461,6 @@ def _refuse_stateful(model: keras.Model) -> None:
             "with stateful=True. Use stateful=False, or train without tfscale.distribute, with "
             "sequences of its own for each rank: see 'Data' in the documentation."
         )
-
-
-# Tables.
-
-
-class Tables:
-    """New Embedding layers, of which those with a table of `least_bytes` or more are sharded."""
-
-    def __init__(self, least_bytes: int) -> None:
-        self._least_bytes = least_bytes
-        self._are_any = False
-        self._largest = (0, "")
-
-    def new(self, new: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a new Embedding, or a layer whose rows are spread over the ranks."""
-        plain = keras.layers.Embedding
-        if not issubclass(cls, plain):
-            return new(cls, *args, **kwargs)
-        arguments = inspect.signature(plain.__init__).bind_partial(None, *args, **kwargs).arguments
-        n_values = math.prod(arguments.get(n, 0) for n in ("input_dim", "output_dim"))
-        n_bytes = n_values * tf.as_dtype(keras.config.floatx()).size
-        name = f"{cls.__name__}({arguments.get('input_dim')}, {arguments.get('output_dim')})"
-        self._largest = max(self._largest, (n_bytes, name))
-        if n_bytes < self._least_bytes:
-            return new(cls, *args, **kwargs)
-        self._are_any = True
-        refused = [n for n in UNSUPPORTED if arguments.get(n) is not None]
-        n_mb, is_first = n_bytes / (1 << 20), runtime.rank() == 0
-        if cls is plain and not refused:
-            level = logging.INFO if is_first else logging.DEBUG
-            logger.log(level, "%s has %.4g MB: its rows are spread over the ranks.", name, n_mb)
-            return ShardedEmbedding(*args, **kwargs)
-        why = f"it has {refused[0]}" if refused else "it is a subclass"
-        level = logging.WARNING if is_first else logging.INFO
-        logger.log(level, "%s has %.4g MB, and stays whole on every rank: %s.", name, n_mb, why)
-        return new(cls, *args, **kwargs)
-
-    def warn_if_unused(self) -> None:
-        """Warn, once and on one rank, if no table was large enough."""
-        n_bytes, name = self._largest
-        if self._least_bytes and not self._are_any and runtime.rank() == 0:
-            largest = f"the largest, {name}, has {n_bytes / (1 << 20):.4g} MB" if name else "none"
-            logger.warning(
-                "No Embedding was as large as shard_embeddings, %.4g MB: %s.",
-                *(self._least_bytes / (1 << 20), largest),
-            )
-        self._are_any = True  # said
-
-
-def _load_own_rows(load: Any, optimizer: Any, store: Any) -> None:
-    """Load the state of an optimizer, of which slots for tables have this rank's rows."""
-    tables = tables_of(trained_by(update_rule(optimizer)))
-    if tables and len(store) == len(optimizer.variables):
-        kept = KeptTables([], tables, update_rule(optimizer))
-        store = kept.cut(optimizer.variables, store)
-    load(optimizer, store)
 
 
 # Strategies of tf.distribute.
