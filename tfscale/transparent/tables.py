@@ -30,7 +30,7 @@ class ScriptEmbedding(ShardedEmbedding):
 
     The first read, of `embeddings`, gathers the table on every rank. From then on a variable of
     Keras has the place of this rank's rows, and the layer does what keras.layers.Embedding does.
-    Steps that look up rows would go on with those that were there before, so a read after the
+    Steps that look up rows would continue with those that were there before, so a read after the
     first of them is an error.
     """
 
