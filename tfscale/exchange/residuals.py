@@ -11,8 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, runtime
-from tfscale.comm.backends.base import Group, Quantization, Quantized
-from tfscale.comm.compression import LossyCompressor, LowRankCompressor, QuantizedCompressor
+from tfscale.comm.backends.base import Group, Quantization, Quantized, Sparsity
+from tfscale.comm.compression import (
+    LossyCompressor,
+    LowRankCompressor,
+    QuantizedCompressor,
+    SparseCompressor,
+)
 from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 
 logger = logging.getLogger("tfscale")
@@ -128,6 +133,23 @@ class Residuals:
             [residual.own.read_value() for residual in kept],
             [residual.owner.read_value() for residual in kept if residual.owner is not None],
         )
+
+    def coding(self, cuts: Sequence[Cuts]) -> Quantization | Sparsity:
+        """Return how sums that are posted send parameters with these cuts.
+
+        They read and write the variables of `kept`: see `Backend.post_coded`.
+        """
+        how = self.compression
+        if isinstance(how, SparseCompressor):
+            return Sparsity(how.share, how.chunk, how.decay, tuple(cuts))
+        assert isinstance(how, QuantizedCompressor)
+        return Quantization(self.bits(), how.block, tuple(cuts))
+
+    def kept(self, parameters: Sequence[Any]) -> list[tf.Variable]:
+        """Return the variables of some parameters: first each `own`, then each `owner`."""
+        residuals = [self._of[id(p)] for p in parameters if id(p) in self._of]
+        owners = [r.owner for r in residuals if r.owner is not None]
+        return [r.own for r in residuals] + owners
 
     def updates(self, parameters: Sequence[Any], sums: Quantized) -> list[Update]:
         """Return the residuals' next values after an exchange."""

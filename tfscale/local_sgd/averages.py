@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfscale.comm import collectives, runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
-from tfscale.comm.compression import Compression, QuantizedCompressor
+from tfscale.comm.compression import Compression, QuantizedCompressor, SparseCompressor
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.plan import GradientOptions, Wire, values_of
 from tfscale.exchange.residuals import Residuals, keep
@@ -98,18 +98,28 @@ class GroupAverage:
             self._sums = [like(v, np.zeros(v.shape)) for v in summed]
             self._outers = [self._outer_for(part) for part in self._parts_with_outer()]
             self.residuals: Residuals | None = None
+            self._few: set[int] = set()  # positions of targets that are sent in few bits, or in part
             if isinstance(self._compression, QuantizedCompressor) and across.size > 1:
-                self._create_residuals(self._compression(start_step=0))
+                self._create_residuals(self._compression(start_step=0), self._compression.block)
+            elif isinstance(self._compression, SparseCompressor) and across.size > 1:
+                self._create_residuals(self._compression, self._compression.chunk)
 
-    def _create_residuals(self, compression: QuantizedCompressor) -> None:
+    def _create_residuals(
+        self, compression: QuantizedCompressor | SparseCompressor, block: int
+    ) -> None:
         self.residuals, options = Residuals(compression), GradientOptions(compression=compression)
         self._wire = Wire(self.across, options, self.targets, residuals=self.residuals)
         shapes = [tuple(self._wholes[id(v)].shape) for v in self.targets]  # pieces are flat
         pairs = enumerate(zip(self.targets, shapes, strict=True))
         self._few = {i for i, (v, shape) in pairs if compression.fits(shape, v.dtype)}
-        for variable in (self.targets[i] for i in self._few if compression.error_feedback):
-            cuts = block_cuts(math.prod(variable.shape), compression.block, self.across.size)
-            self.residuals.of(variable, self.across, cuts, 1.0 / self.across.size, rounds_sum=True)
+        rounds_sum, factor = isinstance(compression, QuantizedCompressor), 1.0 / self.across.size
+        self._cuts = {
+            i: block_cuts(math.prod(self.targets[i].shape), block, self.across.size)
+            for i in sorted(self._few)
+        }
+        for i, cuts in self._cuts.items():
+            if compression.error_feedback:
+                self.residuals.of(self.targets[i], self.across, cuts, factor, rounds_sum)
 
     def _first_of(self, variable: keras.Variable) -> np.ndarray:
         """Return the first group's value: all groups must start from the same one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,6 +37,8 @@ class Message:
         common: Their common parameters, if there are any.
         sent: The parameters as they were when they were sent.
         means: What arrives: means of parameters or, with common parameters, of changes since then.
+        residuals: What changes in few bits leave for later averages: the variables arrive, too. None
+            where changes are sent as they are.
     """
 
     places: list[int]
@@ -44,6 +46,12 @@ class Message:
     common: list[keras.Variable]
     sent: tf.Variable
     means: tf.Variable
+    residuals: list[tf.Variable] | None = None
+
+    @property
+    def arriving(self) -> list[tf.Variable]:
+        """What an average on its way sets."""
+        return [self.means, *(self.residuals or ())]
 
 
 @dataclass
@@ -104,9 +112,14 @@ class OverlappedAverage(GroupAverage):
         return [[i for i, number in enumerate(own) if number == n] for n in range(n_fragments)]
 
     def _fragment(self, places: list[int], outer: Any) -> Fragment:
+        few = [i for i in places if i in self._few]
+        rest = [i for i in places if i not in self._few]
+        messages = [*self._messages(rest, False), *self._messages(few, True)]
+        return Fragment(messages, outer, tf.Variable(_NOTHING, dtype=tf.int64, trainable=False))
+
+    def _messages(self, places: list[int], is_few: bool) -> Iterator[Message]:
         targets = [self.targets[i] for i in places]
-        messages = []
-        buckets = messages_of(targets)
+        buckets = messages_of(targets) if targets else ()
         parts = (by_device(bucket, lambda i: device_of(targets[i])) for bucket in buckets)
         for bucket in chain(*parts):
             bucket_variables = [raw_variable(targets[i]) for i in bucket]
@@ -117,8 +130,10 @@ class OverlappedAverage(GroupAverage):
             copies = [tf.Variable(vector, trainable=False) for vector in both]
             numbers = [places[i] for i in bucket]
             common = [self._common[i] for i in numbers if self._common]
-            messages.append(Message(numbers, bucket_variables, common, *copies))
-        return Fragment(messages, outer, tf.Variable(_NOTHING, dtype=tf.int64, trainable=False))
+            kept: list[tf.Variable] | None = None
+            if is_few and self.residuals is not None:
+                kept = self.residuals.kept([targets[i] for i in bucket])
+            yield Message(numbers, bucket_variables, common, *copies, kept)
 
     @property
     def variables(self) -> list[Any]:
@@ -128,6 +143,7 @@ class OverlappedAverage(GroupAverage):
         for fragment in self.fragments:
             state.append(fragment.left)
             state += [vector for m in fragment.messages for vector in (m.sent, m.means)]
+            self._await([v for m in fragment.messages for v in m.residuals or ()])
         self._await(state)
         return [*super().variables, *state]
 
@@ -159,13 +175,24 @@ class OverlappedAverage(GroupAverage):
         for message in fragment.messages:
             now = _vector(message.variables)
             message.sent.assign(now)
+            if message.residuals is not None:
+                self._send_few(message, call, mean)
+                continue
             now = now - _vector(message.common) if self._common else now
             packed = self._compression.compress(now)[0]
             runtime.backend().post_allreduce([packed], [message.means], call, mean)
         return tf.zeros([], tf.float64)
 
+    def _send_few(self, message: Message, call: Call, mean: Reduction) -> None:
+        assert self.residuals is not None and message.residuals is not None
+        pairs = zip(message.variables, message.common, strict=True)
+        changes = [now.read_value() - raw_variable(last).read_value() for now, last in pairs]
+        coding = self.residuals.coding([self._cuts[i] for i in message.places])
+        post = runtime.backend().post_coded
+        post(changes, message.means, message.residuals, coding, call, mean)
+
     def _merge(self, fragment: Fragment) -> tf.Tensor:
-        self._await([message.means for message in fragment.messages])
+        self._await([v for message in fragment.messages for v in message.arriving])
         means = new = [tf.cast(m.means.value(), m.sent.dtype) for m in fragment.messages]
         if self._common:  # changes have arrived
             pairs = zip(fragment.messages, means, strict=True)
@@ -248,7 +275,8 @@ class OverlappedAverage(GroupAverage):
     def _drop(self) -> None:
         """Forget what is on its way, and begin an interval."""
         for fragment in self.fragments:
-            self._await([message.means for message in fragment.messages], is_write=True)
+            arriving = [v for message in fragment.messages for v in message.arriving]
+            self._await(arriving, is_write=True)
             fragment.left.assign(_NOTHING)
         self._await([self._reported], is_write=True)
         self._has_report.assign(False)
