@@ -40,7 +40,9 @@ void SparseReduction::Begin() {
   }
   codes_ = channel_.buffers->Get(cuts_.back());
   first_key_ = static_cast<int>(Local().size()) - 1;
-  spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kCodes, channel_.chunk_bytes,
+  // Small messages show that a slow link makes progress, see Scheduler::CheckStalls.
+  message_bytes_ = std::max<size_t>(64, channel_.chunk_bytes / 16);
+  spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kCodes, message_bytes_,
                   first_key_);
   spread_->Receive(codes_.get(), cuts_);
   if (Local().size() > 1) ExchangeOnHost();
@@ -137,8 +139,8 @@ void SparseReduction::SendEncoded() {
   const bool is_last = n_encoded_ == own.runs.size();
   const size_t n_ready = is_last ? own.n_bytes : own.runs[n_encoded_].byte;
   const char* codes = codes_.get() + cuts_[static_cast<size_t>(rank())];
-  while (n_sent_ + channel_.chunk_bytes <= n_ready || (is_last && n_sent_ < n_ready)) {
-    const size_t n_bytes = std::min(channel_.chunk_bytes, own.n_bytes - n_sent_);
+  while (n_sent_ + message_bytes_ <= n_ready || (is_last && n_sent_ < n_ready)) {
+    const size_t n_bytes = std::min(message_bytes_, own.n_bytes - n_sent_);
     spread_->SendChunk(codes + n_sent_, n_bytes);
     n_sent_ += n_bytes;
   }

@@ -77,6 +77,7 @@ class SparseReduction : public Operation {
   BufferPool::Buffer host_sum_{nullptr, {}};   // of one run
   std::vector<const char*> sources_;           // of the own segment, in the order of ranks
   size_t n_missing_ = 0;                       // messages of local ranks
+  size_t message_bytes_ = 0;                   // of codes
   int first_key_ = 0;                          // of the spread
   BufferPool::Buffer codes_{nullptr, {}};      // of all segments
   std::optional<Spread> spread_;

@@ -145,6 +145,10 @@ class Residuals:
         assert isinstance(how, QuantizedCompressor)
         return Quantization(self.bits(), how.block, tuple(cuts))
 
+    def find(self, parameter: Any) -> Residual | None:
+        """Return the residual of a parameter, if there is one."""
+        return self._of.get(id(parameter))
+
     def kept(self, parameters: Sequence[Any]) -> list[tf.Variable]:
         """Return the variables of some parameters: first each `own`, then each `owner`."""
         residuals = [self._of[id(p)] for p in parameters if id(p) in self._of]

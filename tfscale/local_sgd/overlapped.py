@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,8 +101,7 @@ class OverlappedAverage(GroupAverage):
             zeros = np.zeros(len(self.layers))
             self._squares = tf.Variable(zeros, dtype=tf.float64, trainable=False)
             self._has_report = tf.Variable(False, trainable=False)
-            n_sums = across.size * len(self.layers) + 1  # see `_report`
-            self._reported = tf.Variable(np.zeros(n_sums), trainable=False)
+            self._reported = tf.Variable(np.zeros(self._n_reported), trainable=False)
             pairs = zip(self._parts_with_outer(), self._outers, strict=True)
             self.fragments = [self._fragment(places, outer) for places, outer in pairs]
 
@@ -146,6 +146,23 @@ class OverlappedAverage(GroupAverage):
             self._await([v for m in fragment.messages for v in m.residuals or ()])
         self._await(state)
         return [*super().variables, *state]
+
+    def _in_flight(self, target: keras.Variable) -> list[Any]:
+        fragment, message, place = self._message_of(target)
+        if int(fragment.left.numpy()) == _NOTHING:
+            return super()._in_flight(target)
+        return [message.sent, message.means, message.common[place]]
+
+    def _place_in_message(self, target: keras.Variable) -> int:
+        _, message, place = self._message_of(target)
+        return sum(math.prod(v.shape) for v in message.variables[:place])
+
+    def _message_of(self, target: keras.Variable) -> tuple[Fragment, Message, int]:
+        """Return where a target is sent, and its number in that message."""
+        number = next(i for i, variable in enumerate(self.targets) if variable is target)
+        pairs = ((f, m) for f in self.fragments for m in f.messages)
+        fragment, message = next(pair for pair in pairs if number in pair[1].places)
+        return fragment, message, message.places.index(number)
 
     # In the traced step
 
@@ -200,6 +217,7 @@ class OverlappedAverage(GroupAverage):
             self._move_common_to(means, fragment)
             new = [_vector(message.common) for message in fragment.messages]
         weight = self._strategy.merge
+        self._note([*(common for m in fragment.messages for common in m.common), *means])
         for message, mean, after in zip(fragment.messages, means, new, strict=True):
             sent = message.sent.value()
             vectors = mean, sent, after, sent if weight is None else after
