@@ -559,12 +559,15 @@ RUNS = {
 class Begin(keras.callbacks.Callback):
     """The mean of the groups' kernels plus what is pending, before the first step."""
 
-    total = None
+    total, is_first = None, True
 
     def on_train_batch_begin(self, batch, logs=None):
-        if self.total is None:
+        if self.is_first:
+            self.is_first = False
             kernel, average = self.model.layers[0].kernel, self.model.optimizer.bound.average
             rest = 0.0
+            if any(int(f.left.numpy()) for f in getattr(average, "fragments", ())):
+                return  # of the same groups: resumed while averages are in flight
             for residual in average.residuals.all if average.residuals else ():
                 shards = self.model.optimizer.bound.executor.shards
                 piece = shards.owned(0) if shards else None

@@ -234,6 +234,30 @@ class GroupAverage:
                 variable.assign_add(pending.reshape(shape).astype(variable.dtype))
         self._executor.publish()
 
+    def _cut_again(self, saved: SavedStates) -> None:
+        """Let other ranks keep what was not sent if ranks have moved to other hosts. Collective.
+
+        A rank keeps it of what it encodes for its host.
+        """
+        if self.residuals is None:
+            return
+        is_same = np.int64(saved.is_same_host)
+        n_same = collectives.allreduce(is_same, op=runtime.Sum, name="hosts of averages")
+        if int(n_same) == runtime.size():
+            return
+        places = saved.scope.places
+        for residual in self.residuals.all:
+            whole = self._wholes[id(residual.parameter)]
+            place, count = places.get(id(whole), -1), math.prod(whole.shape)
+            pending = _pending_in(saved, place, count, is_in_flight=True)
+            for variable in (residual.own, residual.owner):
+                if variable is not None:
+                    variable.assign(tf.zeros_like(variable))
+            if pending is not None:
+                start = self._start_of(residual.parameter)
+                begin, end = residual.cuts[residual.group.rank :][:2]
+                residual.add(pending[start + begin : start + end])
+
     def _common_of(self, target: keras.Variable) -> list[keras.Variable]:
         pairs = zip(self.targets, self._common, strict=False)  # perhaps none
         return [common for variable, common in pairs if variable is target]
@@ -257,6 +281,7 @@ class GroupAverage:
         n_fit = collectives.allreduce(np.int64(fits), op=runtime.Sum, name="restored averages")
         if int(n_fit) == runtime.size():
             self._take(kept)
+            self._cut_again(saved)
             if saved.is_end:  # the weights hold the average of all groups
                 self.start_from_here()
             return
@@ -536,8 +561,13 @@ class GroupAverage:
         return tf.zeros([], tf.float64)
 
 
-def _pending_in(saved: SavedStates, place: int, count: int) -> np.ndarray | None:
-    """Return the change of a weight, flat, that earlier groups had not sent yet; None without."""
+def _pending_in(
+    saved: SavedStates, place: int, count: int, is_in_flight: bool = False
+) -> np.ndarray | None:
+    """Return the change of a weight, flat, that earlier groups had not sent yet; None without.
+
+    What was in flight counts as sent where it still is in flight.
+    """
     total: np.ndarray | None = None
     for rank in range(saved.size):
         of_rank = saved.of(rank)
@@ -549,7 +579,7 @@ def _pending_in(saved: SavedStates, place: int, count: int) -> np.ndarray | None
         total = np.zeros(count) if total is None else total
         values = read(own)
         n = len(values)
-        if sent >= 0:  # the weights still have this change, so nothing of it was sent
+        if sent >= 0 and not is_in_flight:  # the weights still have this change, so nothing of it was sent
             values = values + read(mean)[at : at + n] - (read(sent)[at : at + n] - read(common))
         total[start : start + n] += factor * values
         if owner >= 0:
