@@ -95,5 +95,5 @@ def test_command(capsys):
     out = capsys.readouterr().out
     assert "Links: 10 Mbit/s, round trip 100 ms." in out and "compression_fashion.md" in out
     assert out.count("# resnet50 on 4 ranks") == 1
-    assert cli.main("plan --model resnet50 --may-lose 1".split()) == 2
+    assert cli.main(["plan", "--model", "resnet50", "--may-lose", "1"]) == 2
     assert "--rtt and --may-lose are for --links" in capsys.readouterr().err

@@ -215,7 +215,7 @@ class SparseCompressor(LossyCompressor):
 
 
 class Compression:
-    """Formats sent instead of float32: `none`, `fp16`, `bf16`, `int8`, `int4`, `low_rank`, `sparse`.
+    """Formats sent instead of float32: `none`, `fp16`, `bf16`, `int8`, `int4`, `low_rank`, ...
 
     The last four are for `DistributedOptimizer`, and have options:
     `Compression.int8(error_feedback=False)`, `Compression.low_rank(rank=8)`. `sparse` is for

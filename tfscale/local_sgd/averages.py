@@ -109,11 +109,13 @@ class GroupAverage:
             summed = self.targets if sums_gradients else []
             self._sums = [like(v, np.zeros(v.shape)) for v in summed]
             self._outers = [self._outer_for(part) for part in self._parts_with_outer()]
-            # Of what averages have given since the last report; ranks at one position have equal ones.
+            # Of what averages have given since the last report; equal on ranks at one position.
             self._compares = settings().compare_averages
             self._digest = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.residuals: Residuals | None = None
-            self._few: set[int] = set()  # positions of targets that are sent in few bits, or in part
+            self._few: set[int] = (
+                set()
+            )  # positions of targets that are sent in few bits, or in part
             if isinstance(self._compression, QuantizedCompressor) and across.size > 1:
                 self._create_residuals(self._compression(start_step=0), self._compression.block)
             elif isinstance(self._compression, SparseCompressor) and across.size > 1:
@@ -216,7 +218,10 @@ class GroupAverage:
 
         Residuals are cut again, so that their mean over the groups is as before.
         """
-        places, sums = saved.scope.places, dict(zip(map(id, self.targets), self._sums, strict=False))
+        places, sums = (
+            saved.scope.places,
+            dict(zip(map(id, self.targets), self._sums, strict=False)),
+        )
         for target in self.targets:
             whole = self._wholes[id(target)]
             pending = _pending_in(saved, places.get(id(whole), -1), math.prod(whole.shape))
@@ -555,7 +560,9 @@ class GroupAverage:
                 f"{', '.join(map(str, self.across.ranks))}. Received: digests that differ, with "
                 "TFSCALE_COMPARE_AVERAGES=1."
             )
-            checks.append(tf.debugging.Assert(tf.reduce_all(digests == digests[0]), [text, digests]))
+            checks.append(
+                tf.debugging.Assert(tf.reduce_all(digests == digests[0]), [text, digests])
+            )
         with tf.control_dependencies([c for c in checks if c is not None]):
             self.n_averages.assign_add(1)
         return tf.zeros([], tf.float64)
@@ -575,16 +582,22 @@ def _pending_in(
         if entry is None:
             continue
         factor, start, owned, own, owner, sent, mean, common, at = entry
-        read = lambda i: np.float64(of_rank.arrays[f"average/{i}"]).reshape(-1)  # noqa: E731
         total = np.zeros(count) if total is None else total
-        values = read(own)
+        values = _flat(of_rank, own)
         n = len(values)
-        if sent >= 0 and not is_in_flight:  # the weights still have this change, so nothing of it was sent
-            values = values + read(mean)[at : at + n] - (read(sent)[at : at + n] - read(common))
+        if sent >= 0 and not is_in_flight:
+            # The weights still have this change, so nothing of it was sent.
+            change = _flat(of_rank, sent)[at : at + n] - _flat(of_rank, common)
+            values = values + _flat(of_rank, mean)[at : at + n] - change
         total[start : start + n] += factor * values
         if owner >= 0:
-            total[owned:][: len(read(owner))] += read(owner)
+            part = _flat(of_rank, owner)
+            total[owned : owned + len(part)] += part
     return total
+
+
+def _flat(saved: Saved, number: int) -> np.ndarray:
+    return np.asarray(saved.arrays[f"average/{number}"], np.float64).reshape(-1)
 
 
 def messages_of(variables: Sequence[keras.Variable]) -> tuple[tuple[int, ...], ...]:

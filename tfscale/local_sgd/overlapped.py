@@ -38,8 +38,8 @@ class Message:
         common: Their common parameters, if there are any.
         sent: The parameters as they were when they were sent.
         means: What arrives: means of parameters or, with common parameters, of changes since then.
-        residuals: What changes in few bits leave for later averages: the variables arrive, too. None
-            where changes are sent as they are.
+        residuals: What changes in few bits leave for later averages; it arrives, too. None where
+            changes are sent as they are.
     """
 
     places: list[int]
@@ -126,14 +126,14 @@ class OverlappedAverage(GroupAverage):
             sent = tf.zeros(
                 [sum(v.shape.num_elements() for v in bucket_variables)], bucket_variables[0].dtype
             )
-            both = (sent, self._compression.compress(sent)[0])
-            copies = [tf.Variable(vector, trainable=False) for vector in both]
+            packed = self._compression.compress(sent)[0]
+            first, arrived = (tf.Variable(vector, trainable=False) for vector in (sent, packed))
             numbers = [places[i] for i in bucket]
             common = [self._common[i] for i in numbers if self._common]
             kept: list[tf.Variable] | None = None
             if is_few and self.residuals is not None:
                 kept = self.residuals.kept([targets[i] for i in bucket])
-            yield Message(numbers, bucket_variables, common, *copies, kept)
+            yield Message(numbers, bucket_variables, common, first, arrived, kept)
 
     @property
     def variables(self) -> list[Any]:

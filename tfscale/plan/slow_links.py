@@ -1,4 +1,4 @@
-"""Advice for slow links: exchange, bits and interval, and the study that a claim of accuracy rests on.
+"""Advice for slow links: exchange, bits and interval, and the study that it rests on.
 
 Nothing is chosen automatically: what sends fewer bytes changes the result of training.
 """

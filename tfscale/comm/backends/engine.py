@@ -405,7 +405,7 @@ class EngineBackend(Backend):
     ) -> None:
         after = tuple(raw_variable(v).handle for v in (sums, *residuals))
         call = dataclasses.replace(call, after=after, stream=call.stream or "averages")
-        inputs = {
+        inputs: dict[str, Any] = {
             "tensors": list(tensors),
             "cuts": [cut for cuts in coding.cuts for cut in cuts],
             "prescale": repr(float(reduction.prescale)),
