@@ -16,7 +16,6 @@ import pytest
 
 import tfscale
 from tests.helpers.emulated_cluster import link_bytes, run_on_cluster
-from tfscale.testing import require_equal_ranks
 from tools.cluster.commands import Shape
 
 pytestmark = pytest.mark.timeout(0)  # the run has a limit of its own
@@ -28,7 +27,8 @@ SLOW = Shape(1e6, delay_ms=25.0, loss_percent=0.1)
 
 def test_averages_that_take_long_are_no_stall(tmp_path):
     limits = {"TFSCALE_STALL_WARNING_S": "4", "TFSCALE_STALL_SHUTDOWN_S": str(LIMIT_S)}
-    environ = {**limits, "TFSCALE_COMPARE_AVERAGES": "1"}
+    # Messages of 64 KB, of which each takes half a second.
+    environ = {**limits, "TFSCALE_CHUNK_BYTES": "65536", "TFSCALE_COMPARE_AVERAGES": "1"}
     found = run_on_cluster("tests.cluster.test_slow_links", 2, 2, tmp_path, SLOW, environ)
     assert found["none"]["seconds"] > LIMIT_S
     # One value in 64 and two scales of 4096: of 4 MB, 28 KB are sent.
@@ -39,7 +39,10 @@ def test_averages_that_take_long_are_no_stall(tmp_path):
 
 
 def one_average(compression):
-    """Return the seconds and the bytes sent of one average, for which training waits."""
+    """Return the seconds and the bytes sent of one average, for which training waits.
+
+    Ranks compare a digest of it, which is shorter than what it gives.
+    """
     kernel = keras.Variable(np.full((WIDTH, WIDTH), 0.5, "float32"), name="kernel")
     bias = keras.Variable(np.zeros(WIDTH, "float32"), name="bias")
     local = tfscale.LocalSGD(2, 2, "allreduce", overlap=1)
@@ -56,7 +59,6 @@ def one_average(compression):
     average = optimizer.bound.average
     assert average.variables  # nothing is under way
     result = {"seconds": time.monotonic() - begun, "bytes": int((link_bytes() - before)[0])}
-    require_equal_ranks(average._common)
     return result
 
 

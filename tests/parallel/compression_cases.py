@@ -573,7 +573,7 @@ class Begin(keras.callbacks.Callback):
             rest = 0.0
             if any(int(f.left.numpy()) for f in getattr(average, "fragments", ())):
                 return  # of the same groups: resumed while averages are in flight
-            for residual in average.residuals.all if average.residuals else ():
+            for residual in average.residuals.all if average and average.residuals else ():
                 shards = self.model.optimizer.bound.executor.shards
                 piece = shards.owned(0) if shards else None
                 own = np.zeros(kernel.shape, "float32")

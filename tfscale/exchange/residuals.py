@@ -307,6 +307,38 @@ def pending_in(saved: SavedStates, name: str) -> np.ndarray:
     return np.mean(totals, axis=0)
 
 
+def pending_change(
+    saved: SavedStates, weight: int, count: int, is_in_flight: bool = False
+) -> np.ndarray | None:
+    """Return the change of a weight, flat, that groups had not sent in averages; None without.
+
+    What was in flight counts as sent where it still is in flight.
+    """
+    total: np.ndarray | None = None
+    for rank in range(saved.size):
+        of_rank = saved.of(rank)
+        entry = of_rank.entries.get("pending", {}).get(str(weight))
+        if entry is None:
+            continue
+        factor, start, owned, rest, owner, sent, mean, common, at = entry
+        total = np.zeros(count) if total is None else total
+        values = _flat(of_rank, rest)
+        n = len(values)
+        if sent >= 0 and not is_in_flight:
+            # The weights still have this change, so nothing of it was sent.
+            change = _flat(of_rank, sent)[at : at + n] - _flat(of_rank, common)
+            values = values + _flat(of_rank, mean)[at : at + n] - change
+        total[start : start + n] += factor * values
+        if owner >= 0:
+            part = _flat(of_rank, owner)
+            total[owned : owned + len(part)] += part
+    return total
+
+
+def _flat(saved: Saved, number: int) -> np.ndarray:
+    return np.asarray(saved.arrays[f"average/{number}"], np.float64).reshape(-1)
+
+
 def keep(updates: Iterable[Update]) -> None:
     """Assign the residuals of a step that is not skipped."""
     for variable, value in updates:

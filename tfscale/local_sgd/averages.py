@@ -19,7 +19,7 @@ from tfscale.comm.compression import Compression, QuantizedCompressor, SparseCom
 from tfscale.config import settings
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.plan import GradientOptions, Wire, values_of
-from tfscale.exchange.residuals import Residuals, keep
+from tfscale.exchange.residuals import Residuals, keep, pending_change
 from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
 from tfscale.local_sgd.intervals import (
@@ -176,21 +176,21 @@ class GroupAverage:
     def saved(self, scope: Scope) -> Saved:
         """Copy `variables`: this rank's segments, or once in a group what is equal in it."""
         is_saved = scope.is_leader or self._executor.shards is not None
-        known = self.variables if is_saved else []
-        arrays = {f"average/{i}": copy_of(variable) for i, variable in enumerate(known)}
-        if self.residuals is None or not is_saved:
+        state = self.variables if is_saved else []
+        arrays = {f"average/{i}": copy_of(variable) for i, variable in enumerate(state)}
+        if self.residuals is None or not is_saved or self._sums:  # sums of gradients are dropped
             return Saved(arrays)
-        numbers, places = {id(v): i for i, v in enumerate(known)}, scope.places
+        numbers, places = {id(v): i for i, v in enumerate(state)}, scope.places
         pending: dict[str, Any] = {}
         for target in self.targets:
-            residual, place = self.residuals.find(target), places.get(id(self._wholes[id(target)]))
-            if residual is not None and place is not None:
+            residual, weight = self.residuals.find(target), places.get(id(self._wholes[id(target)]))
+            if residual is not None and weight is not None:
                 start = self._start_of(target)
                 owned = residual.cuts[residual.group.rank]
-                own, owner = numbers[id(residual.own)], numbers.get(id(residual.owner), -1)
-                sent = [numbers.get(id(v), -1) for v in self._in_flight(target)]
-                kept = [residual.factor, start, start + owned, own, owner]
-                pending[str(place)] = [*kept, *sent, self._place_in_message(target)]
+                variables = [residual.own, residual.owner, *self._in_flight(target)]
+                arrays_of = [numbers.get(id(v), -1) for v in variables]
+                begin = self._place_in_message(target)
+                pending[str(weight)] = [residual.factor, start, start + owned, *arrays_of, begin]
         return Saved(arrays, entries={"pending": pending})
 
     def _in_flight(self, target: keras.Variable) -> list[Any]:
@@ -224,7 +224,7 @@ class GroupAverage:
         )
         for target in self.targets:
             whole = self._wholes[id(target)]
-            pending = _pending_in(saved, places.get(id(whole), -1), math.prod(whole.shape))
+            pending = pending_change(saved, places.get(id(whole), -1), math.prod(whole.shape))
             if pending is None:
                 continue
             start, shape = self._start_of(target), tuple(target.shape)
@@ -253,8 +253,8 @@ class GroupAverage:
         places = saved.scope.places
         for residual in self.residuals.all:
             whole = self._wholes[id(residual.parameter)]
-            place, count = places.get(id(whole), -1), math.prod(whole.shape)
-            pending = _pending_in(saved, place, count, is_in_flight=True)
+            weight, count = places.get(id(whole), -1), math.prod(whole.shape)
+            pending = pending_change(saved, weight, count, is_in_flight=True)
             for variable in (residual.own, residual.owner):
                 if variable is not None:
                     variable.assign(tf.zeros_like(variable))
@@ -566,38 +566,6 @@ class GroupAverage:
         with tf.control_dependencies([c for c in checks if c is not None]):
             self.n_averages.assign_add(1)
         return tf.zeros([], tf.float64)
-
-
-def _pending_in(
-    saved: SavedStates, place: int, count: int, is_in_flight: bool = False
-) -> np.ndarray | None:
-    """Return the change of a weight, flat, that earlier groups had not sent yet; None without.
-
-    What was in flight counts as sent where it still is in flight.
-    """
-    total: np.ndarray | None = None
-    for rank in range(saved.size):
-        of_rank = saved.of(rank)
-        entry = of_rank.entries.get("pending", {}).get(str(place))
-        if entry is None:
-            continue
-        factor, start, owned, own, owner, sent, mean, common, at = entry
-        total = np.zeros(count) if total is None else total
-        values = _flat(of_rank, own)
-        n = len(values)
-        if sent >= 0 and not is_in_flight:
-            # The weights still have this change, so nothing of it was sent.
-            change = _flat(of_rank, sent)[at : at + n] - _flat(of_rank, common)
-            values = values + _flat(of_rank, mean)[at : at + n] - change
-        total[start : start + n] += factor * values
-        if owner >= 0:
-            part = _flat(of_rank, owner)
-            total[owned : owned + len(part)] += part
-    return total
-
-
-def _flat(saved: Saved, number: int) -> np.ndarray:
-    return np.asarray(saved.arrays[f"average/{number}"], np.float64).reshape(-1)
 
 
 def messages_of(variables: Sequence[keras.Variable]) -> tuple[tuple[int, ...], ...]:

@@ -51,7 +51,7 @@ class Message:
 
     @property
     def arriving(self) -> list[tf.Variable]:
-        """What an average on its way sets."""
+        """The variables that an average on its way sets."""
         return [self.means, *(self.residuals or ())]
 
 
@@ -148,14 +148,14 @@ class OverlappedAverage(GroupAverage):
         return [*super().variables, *state]
 
     def _in_flight(self, target: keras.Variable) -> list[Any]:
-        fragment, message, place = self._message_of(target)
+        fragment, message, number = self._message_of(target)
         if int(fragment.left.numpy()) == _NOTHING:
             return super()._in_flight(target)
-        return [message.sent, message.means, message.common[place]]
+        return [message.sent, message.means, message.common[number]]
 
     def _place_in_message(self, target: keras.Variable) -> int:
-        _, message, place = self._message_of(target)
-        return sum(math.prod(v.shape) for v in message.variables[:place])
+        _, message, number = self._message_of(target)
+        return sum(math.prod(v.shape) for v in message.variables[:number])
 
     def _message_of(self, target: keras.Variable) -> tuple[Fragment, Message, int]:
         """Return where a target is sent, and its number in that message."""

@@ -26,7 +26,7 @@ PICTURES, TEXT = "convolutional classifier", "transformer"
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one configuration lost against exact training in one study.
+    """Points of accuracy that one configuration lost against exact training in one study.
 
     Attributes:
         what: "int8" and "int4" of gradients, or averages of local SGD: "interval 8".
@@ -135,13 +135,13 @@ def options_of(scenario: Scenario) -> list[Option]:
     choice = choose(scenario)
     share = 2 * (n - 1) / n
     exact = choice.predicted
-    found = [Option("exact", 'exchange="auto"', exact.step_s, share * n_bytes, is_exact=True)]
+    options = [Option("exact", 'exchange="auto"', exact.step_s, share * n_bytes, is_exact=True)]
     for bits in ("int8", "int4"):
         step_s = few_bits_s(scenario, _SHARES[bits], choice.plan)
         code = f"compression=tfscale.Compression.{bits}"
         sent = share * n_bytes * _SHARES[bits]
-        found.append(Option(f"{bits} gradients", code, step_s, sent, _find(bits, kind, 1)))
-    return [*found, *_local(scenario, exact.compute_s, kind)] if n > 1 else found
+        options.append(Option(f"{bits} gradients", code, step_s, sent, _find(bits, kind, 1)))
+    return [*options, *_local(scenario, exact.compute_s, kind)] if n > 1 else options
 
 
 def _local(scenario: Scenario, compute_s: float, kind: str) -> Iterator[Option]:
