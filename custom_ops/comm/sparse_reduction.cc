@@ -42,8 +42,7 @@ void SparseReduction::Begin() {
   first_key_ = static_cast<int>(Local().size()) - 1;
   // Small messages show that a slow link makes progress, see Scheduler::CheckStalls.
   message_bytes_ = std::max<size_t>(64, channel_.chunk_bytes / 16);
-  spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kCodes, message_bytes_,
-                  first_key_);
+  spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kCodes, message_bytes_, first_key_);
   spread_->Receive(codes_.get(), cuts_);
   if (Local().size() > 1) ExchangeOnHost();
 }

@@ -70,16 +70,16 @@ class SparseReduction : public Operation {
   SparseArgs args_;
   const SparseCode code_;
   const HostLayout* layout_ = nullptr;
-  std::vector<Segment> segments_;              // by rank
-  std::vector<size_t> cuts_;                   // of the codes of all segments, in bytes
-  BufferPool::Buffer packed_{nullptr, {}};     // the own values, of each local rank's segment
-  BufferPool::Buffer received_{nullptr, {}};   // the own segment of each other local rank
-  BufferPool::Buffer host_sum_{nullptr, {}};   // of one run
-  std::vector<const char*> sources_;           // of the own segment, in the order of ranks
-  size_t n_missing_ = 0;                       // messages of local ranks
-  size_t message_bytes_ = 0;                   // of codes
-  int first_key_ = 0;                          // of the spread
-  BufferPool::Buffer codes_{nullptr, {}};      // of all segments
+  std::vector<Segment> segments_;             // by rank
+  std::vector<size_t> cuts_;                  // of the codes of all segments, in bytes
+  BufferPool::Buffer packed_{nullptr, {}};    // the own values, of each local rank's segment
+  BufferPool::Buffer received_{nullptr, {}};  // the own segment of each other local rank
+  BufferPool::Buffer host_sum_{nullptr, {}};  // of one run
+  std::vector<const char*> sources_;          // of the own segment, in the order of ranks
+  size_t n_missing_ = 0;                      // messages of local ranks
+  size_t message_bytes_ = 0;                  // of codes
+  int first_key_ = 0;                         // of the spread
+  BufferPool::Buffer codes_{nullptr, {}};     // of all segments
   std::optional<Spread> spread_;
   size_t n_encoded_ = 0;  // runs of the own segment
   size_t n_sent_ = 0;     // bytes of it

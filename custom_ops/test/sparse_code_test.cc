@@ -45,9 +45,9 @@ Floats Random(size_t count, int kind, unsigned seed) {
   Floats values(count);
   for (float& value : values) {
     value = normal(random);
-    if (kind == 1) value *= std::exp(8 * normal(random));    // many magnitudes
-    if (kind == 2) value = std::round(value);                // ties and zeros
-    if (kind == 3) value *= 1e-38f;                          // denormal
+    if (kind == 1) value *= std::exp(8 * normal(random));   // many magnitudes
+    if (kind == 2) value = std::round(value);               // ties and zeros
+    if (kind == 3) value *= 1e-38f;                         // denormal
     if (kind == 4 && random() % 100 != 0) value *= 1e-12f;  // few that are large
   }
   return values;
@@ -115,8 +115,8 @@ TEST(ZerosStayZero) {
 
 TEST(AChunkThatIsNotFiniteIsNanAndKeepsItsError) {
   const SparseCode code(1.0 / 64, 256);
-  for (float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
-                    -2e38f}) {
+  for (float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), -2e38f}) {
     Floats v = Random(700, 0, 5);
     const Floats before = Random(700, 0, 6);
     v[300] = bad;

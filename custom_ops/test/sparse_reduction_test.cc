@@ -81,8 +81,7 @@ class Reference {
         code_.Encode(sum.data(), 1, errors[i].data(), static_cast<float>(case_.decay), count,
                      codes.data(), kept.data());
         errors[i] = kept;
-        code_.DecodeOnto(codes.data(), static_cast<float>(case_.postscale), count,
-                         sums_[i].data());
+        code_.DecodeOnto(codes.data(), static_cast<float>(case_.postscale), count, sums_[i].data());
       }
     }
   }

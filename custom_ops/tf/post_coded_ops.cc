@@ -177,8 +177,7 @@ class PostQuantizedAllreduceOp : public PostCodedOp<QuantizedArgs> {
     const size_t n_errors = delivery->variables.size() - 1;
     if (n_errors == 0) return absl::OkStatus();  // they are not kept
     if (n_errors != 2 * n) return Wrong("after must have two errors for each tensor.", n_errors);
-    TF_RETURN_IF_ERROR(
-        Renew(context, 1, n, &args->errors, &args->new_errors, delivery, tensors));
+    TF_RETURN_IF_ERROR(Renew(context, 1, n, &args->errors, &args->new_errors, delivery, tensors));
     return Renew(context, 1 + n, n, &args->owner_errors, &args->new_owner_errors, delivery,
                  tensors);
   }
