@@ -79,7 +79,8 @@ def parse_local(exchange: str, n_ranks: int) -> Local | None:
             "local8-g2-overlap3", whose averages may take 3 steps, without a number 7, the most.
         n_ranks: Of all groups together.
     """
-    found = re.fullmatch(r"local(\d+)(?:-g(\d+))?(-overlap(\d*))?(?:-bf16)?", exchange)
+    wires = "bf16|int8|int4|sparse"
+    found = re.fullmatch(rf"local(\d+)(?:-g(\d+))?(-overlap(\d*))?(?:-(?:{wires}))?", exchange)
     if found is None:
         return None
     interval = int(found[1])

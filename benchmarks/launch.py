@@ -81,7 +81,8 @@ def run_ranks(
                 code, moved = _run_here(size, command, extra, (output, timeout_s)), {}
             else:
                 rate = where.rate_bits_s / float(extra.get(SLOW_MOTION, "1"))
-                control.set_shape(_CLUSTER, Shape(rate))
+                # A packet passes two links each way.
+                control.set_shape(_CLUSTER, Shape(rate, where.rtt_ms / 4))
                 given = (command, extra, output, timeout_s)
                 result = running.run(_CLUSTER, size, *given, n_nodes=where.n_hosts)
                 code, moved = result.exit_code, result.bytes

@@ -108,6 +108,7 @@ class Tfscale:
             "bf16": tfscale.Compression.bf16,
             "int8": tfscale.Compression.int8,
             "int4": tfscale.Compression.int4(start_step=0),
+            "sparse": tfscale.Compression.sparse,
         }
         self.in_fit = exchange.endswith("-fit")
         exchange = exchange.removesuffix("-fit")

@@ -27,8 +27,9 @@ flags.DEFINE_list(
     "batch_schedule", [], "Batches set beforehand, at a constant rate, as in 30:512,60:1024."
 )
 flags.DEFINE_enum(
-    "adaptive_rule", "robust", ["robust", "thesis", "peak"],
-    "With --adaptive-batch, how the interval is read off theta (docs/adaptive-batch.md).",
+    "adaptive_rule", "robust", ["robust", "thesis", "peak", "seesaw"],
+    "With --adaptive-batch, how the interval is read off theta, or that the batch grows in "
+    "--decay-epochs instead (docs/adaptive-batch.md).",
 )  # fmt: skip
 flags.DEFINE_integer(
     "theta_every", 0, "Record theta every n updates (docs/adaptive-batch.md); 0: do not.",

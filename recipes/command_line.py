@@ -76,12 +76,15 @@ def check_flags() -> None:
             refuse(reason, {"schedule": "constant"})
     if FLAGS.average_every:
         reason = "With --average-every ranks train on their own and exchange no gradients."
-        none = {"exchange": None, "groups": 1, "interval": None, "compression": "none"}
+        none: dict[str, Any] = {"exchange": None, "groups": 1, "interval": None}
+        none |= {"quadratic_interval": 0.0, "local_start": "immediately", "compression": "none"}
         refuse(reason, none)
     else:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
     if FLAGS.groups == 1:
         refuse("--overlap needs --groups.", {"overlap": 0})
+        refuse("--quadratic-interval needs --groups.", {"quadratic_interval": 0.0})
+        refuse("--local-start needs --groups.", {"local_start": "immediately"})
     if not FLAGS.theta_every:
         refuse("--theta-norms needs --theta-every.", {"theta_norms": False})
     if not FLAGS.adaptive_batch:

@@ -57,6 +57,16 @@ flags.DEFINE_integer(
     "Local SGD: steps that an average may take while training continues.",
     lower_bound=0,
 )
+flags.DEFINE_float(
+    "quadratic_interval", 0.0,
+    "Local SGD: alpha of an interval (alpha / rate)^2, at least --interval; 0: --interval.",
+    lower_bound=0.0,
+)  # fmt: skip
+flags.DEFINE_string(
+    "local_start", "immediately",
+    "Local SGD: when groups begin to train apart: immediately, after_first_decay of the rate "
+    "(post-local), or the number of an epoch.",
+)  # fmt: skip
 flags.DEFINE_string(
     "compression", "none",
     "Format of values between ranks: none, fp16, bf16, int8, ..., with options as in "
@@ -140,8 +150,16 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
         return optimizer
     exchange = parse_exchange(FLAGS.exchange)
     if FLAGS.groups > 1:
+        interval: Any = FLAGS.interval
+        if FLAGS.quadratic_interval:
+            interval = tfscale.QuadraticInterval(FLAGS.quadratic_interval, FLAGS.interval)
+        start = FLAGS.local_start
         exchange = tfscale.LocalSGD(
-            FLAGS.groups, FLAGS.interval, within=exchange, overlap=FLAGS.overlap
+            FLAGS.groups,
+            interval,
+            within=exchange,
+            start=int(start) if start.isdecimal() else start,
+            overlap=FLAGS.overlap,
         )
     compression = parse_compression(FLAGS.compression)
     return hvd.DistributedOptimizer(optimizer, exchange=exchange, compression=compression)

@@ -56,7 +56,12 @@ _NAMES_BY_MODULE = {
     "exchange.auto": ("Auto",),
     "exchange.chunked": ("Chunked",),
     "launcher.from_python": ("run",),
-    "local_sgd.intervals": ("AdaptiveInterval", "DistanceGuard", "GrowingInterval"),
+    "local_sgd.intervals": (
+        "AdaptiveInterval",
+        "DistanceGuard",
+        "GrowingInterval",
+        "QuadraticInterval",
+    ),
     "local_sgd.strategy": ("LocalSGD",),
     "exchange.sharded": ("Sharded",),
     "exchange.sync_batch_norm": ("SyncBatchNormalization",),

@@ -97,6 +97,7 @@ from tfscale.local_sgd.intervals import (
     AdaptiveInterval as AdaptiveInterval,
     DistanceGuard as DistanceGuard,
     GrowingInterval as GrowingInterval,
+    QuadraticInterval as QuadraticInterval,
 )
 from tfscale.local_sgd.strategy import LocalSGD as LocalSGD
 from tfscale.measure.auto import after_step as after_step

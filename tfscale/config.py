@@ -179,6 +179,8 @@ class Settings:
             "HOST:PORT" or ":PORT"; "" for none.
         metrics_token: TFSCALE_METRICS_TOKEN. Bearer token that readers of the metrics must send;
             "" for none.
+        compare_averages: TFSCALE_COMPARE_AVERAGES. True compares a digest of what every average of
+            local SGD gives over the ranks, and ends the job if they differ.
     """
 
     backend: str = "auto"
@@ -197,6 +199,7 @@ class Settings:
     log_level: str = ""
     metrics: str = ""
     metrics_token: str = dataclasses.field(default="", repr=False)
+    compare_averages: bool = False
 
     def __post_init__(self) -> None:
         choices, remedy = f"one of {', '.join(BACKENDS)}", "Unset it to choose automatically."

@@ -7,6 +7,7 @@
 #include "comm/gather.h"
 #include "comm/quantized_reduction.h"
 #include "comm/reduction.h"
+#include "comm/sparse_reduction.h"
 
 namespace tfscale {
 namespace {
@@ -22,6 +23,10 @@ OperationHandle MakeReduction(ReductionArgs args) { return Make<Reduction>(std::
 
 OperationHandle MakeQuantizedReduction(QuantizedArgs args) {
   return Make<QuantizedReduction>(std::move(args));
+}
+
+OperationHandle MakeSparseReduction(SparseArgs args) {
+  return Make<SparseReduction>(std::move(args));
 }
 
 OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate) {

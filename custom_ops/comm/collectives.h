@@ -62,6 +62,22 @@ struct QuantizedArgs {
   float* segment = nullptr;
 };
 
+// A sum of float32 tensors of which a small share is sent: see SparseReduction.
+struct SparseArgs {
+  double share = 1.0 / 64;  // of the values of each chunk
+  size_t chunk = 4096;
+  double decay = 1.0;  // of errors, before they are added
+  double prescale = 1.0;
+  double postscale = 1.0;
+  std::vector<const float*> inputs;
+  std::vector<size_t> counts;             // elements of each input
+  std::vector<std::vector<size_t>> cuts;  // as for QuantizedArgs; whole chunks
+  // What was not sent of earlier vectors, of each input, and what is not sent now.
+  std::vector<const float*> errors;
+  std::vector<float*> new_errors;
+  std::vector<float*> outputs;
+};
+
 // A gather of float32 segments that is sent as changes: see ChangeGather. Positions
 // are in values.
 struct ChangesArgs {
@@ -84,6 +100,7 @@ using AllocateOutput = std::function<void*(const std::vector<int64_t>& bytes)>;
 
 OperationHandle MakeReduction(ReductionArgs args);
 OperationHandle MakeQuantizedReduction(QuantizedArgs args);
+OperationHandle MakeSparseReduction(SparseArgs args);
 OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate);
 // `buffer` holds this rank's bytes [cuts[rank], cuts[rank + 1]) and receives all
 // others. One more cut than ranks, in ascending order from 0.

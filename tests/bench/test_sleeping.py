@@ -22,13 +22,16 @@ from benchmarks.workloads import make_batch
         ("sleep-4x1@1gbit", Place(4, 4, 1e9, 1.0)),
         ("sleep8-16x1@10gbit", Place(16, 16, 1e10, 8.0)),
         ("sleep0.5-1x4@memory", Place(1, 4, None, 0.5)),
+        ("sleep-4x1@10mbit+100ms", Place(4, 4, 1e7, 1.0, 100.0)),
     ],
 )
 def test_place(text: str, place: Place) -> None:
     assert parse_place(text) == place
 
 
-@pytest.mark.parametrize("text", ["sleep", "sleep-", "sleep-4x1", "sleepx-4x1@1gbit"])
+@pytest.mark.parametrize(
+    "text", ["sleep", "sleep-", "sleep-4x1", "sleepx-4x1@1gbit", "1gbit+ms", "memory+5ms"]
+)
 def test_what_is_no_place_is_said(text: str) -> None:
     with pytest.raises(ValueError, match="Received: "):
         parse_place(text)

@@ -33,7 +33,10 @@ def link_bytes() -> np.ndarray:
     return np.array([int(fields[8]), int(fields[0])])
 
 
-def run_on_cluster(module, n_nodes, size, folder):
+FAST = Shape(2e9)
+
+
+def run_on_cluster(module, n_nodes, size, folder, shape=FAST, environ=None):
     """Run `python -m module RESULT` on links of 2 Gbit/s; return the JSON that rank 0 wrote."""
     require_cluster()
     name = f"test{os.getpid()}"
@@ -41,9 +44,9 @@ def run_on_cluster(module, n_nodes, size, folder):
     command = [sys.executable, "-m", module, str(folder / "result")]
     control.up(name, n_nodes)
     try:
-        control.set_shape(name, Shape(2e9))
+        control.set_shape(name, shape)
         with (folder / "log").open("w+") as log:
-            environ = {**QUIET, "PYTHONPATH": path}
+            environ = {**QUIET, "PYTHONPATH": path, **(environ or {})}
             result = running.run(name, size, command, environ, log, timeout_s=400)
             log.seek(0)
             assert result.exit_code == 0, log.read()[-3000:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.helpers.ranks import StopAt, dtype_policy, require_error, shared_fold
 from tests.parallel.checkpoint_runs import forget_after
 from tfscale import Compression, DistributedOptimizer
 from tfscale.callbacks import Checkpoint
+from tfscale.checkpoints import list_checkpoints
 from tfscale.testing import inspect, require_equal_ranks, require_identical
 
 SGD = keras.optimizers.SGD
@@ -322,9 +324,27 @@ def case_what_cannot_be_quantised_is_refused():
             (partial(tfscale.DistributedGradientTape, tape, compression=c), f"{name} for a tape")
             for c, name in ((few, "Compression.int8"), (LOW_RANK, "Received: Compression.low_rank"))
         ),
+        *(
+            (
+                partial(made, compression=Compression.sparse, exchange=exchange),
+                "ConfigError: Compression.sparse is for averages of LocalSGD",
+            )
+            for exchange in ("allreduce", "sharded", "chunked", "auto")
+        ),
         (
-            lambda: made(compression=few, exchange=local),
-            "Received: Compression.int8 for LocalSGD with fragments",
+            partial(tfscale.DistributedGradientTape, tape, compression=Compression.sparse),
+            "Received: Compression.sparse for a tape",
+        ),
+        *(
+            (partial(made, compression=Compression.sparse, exchange=exchange), text)
+            for exchange, text in (
+                (tfscale.LocalSGD(1, average="gradients"), "needs averages of parameters"),
+                (tfscale.LocalSGD(1, average_state=True), "needs averages of parameters"),
+                (
+                    tfscale.LocalSGD(1, tfscale.DistanceGuard(1.0)),
+                    "an interval that is counted in steps",
+                ),
+            )
         ),
         *(
             (
@@ -423,6 +443,86 @@ def case_averages_of_groups_in_few_bits_lose_nothing():
             assert not any(v.numpy().any() for v in residuals.variables)
 
 
+SPARSE = Compression.sparse(share=0.1, chunk=1024, decay=1.0)
+
+
+def with_averages(compression, within="allreduce", rate=1.0, **options):
+    """Return an optimizer of groups of one rank, built on new variables, and these."""
+    local = tfscale.LocalSGD(tfscale.size(), 4, within, **options)
+    optimizer = DistributedOptimizer(SGD(rate), compression=compression, exchange=local)
+    variables = new_variables()
+    optimizer.build(variables)
+    return optimizer, variables
+
+
+def means_of(variables):
+    return [tf.constant(tfscale.allreduce(v.value, op=tfscale.Average)) for v in variables]
+
+
+@of_several_ranks
+def case_averages_that_overlap_lose_nothing():
+    """Mean weights and what is pending add up to all gradients, after each merge."""
+    for compression in (Compression.int8, KINDS["int4"], SPARSE):
+        results = []
+        for options in (
+            {},
+            {"overlap": 1},
+            {"fragments": 2, "overlap": 1, "within": tfscale.Sharded(dense="weights")},
+        ):
+            optimizer, variables = with_averages(compression, **options)
+            before, average = values_of(variables), optimizer.bound.average
+            for begin, end in ((0, 5), (5, 9), (9, 13)):  # one step after each average
+                is_traced = begin > 0 or compression is not SPARSE
+                train(optimizer, variables, range(begin, end), is_traced)
+                assert len(average.variables) > 4  # they wait for what is under way
+                rest = pending(optimizer, variables, average.residuals)
+                require_sums(before, means_of(variables), [-r for r in rest], range(end), 5e-5)
+                assert all(0 < np.abs(r).max() < 12.0 for r in rest[:2])
+            report = optimizer.memory_report()["residuals"]
+            assert report >= 4 * FLOATS and len(average.residuals.all) == 2
+            results.append(values_of([r.own for r in average.residuals.all]))
+        # The same changes are sent, whether steps wait for averages or not, up to rounding.
+        for mine, other in zip(*results[:2], strict=True):
+            np.testing.assert_allclose(mine, other, atol=2e-5)
+
+
+@of_several_ranks
+def case_a_change_that_is_not_finite_keeps_its_residual():
+    """All ranks get NaN of its chunk, and what was pending of the others is sent as before."""
+    optimizer, variables = with_averages(SPARSE, overlap=1)
+
+    def gradients(step):
+        grads = own_gradients(step)
+        if step == 7 and tfscale.rank() == tfscale.size() - 1:
+            grads[1][0, 0, 0, 0] = np.inf
+        return grads
+
+    train(optimizer, variables, range(7), gradients=gradients)
+    residual = optimizer.bound.average.residuals.find(variables[1])
+    before = residual.own.numpy().reshape(-1)
+    train(optimizer, variables, (7, 8), gradients=gradients)
+    after, means = residual.own.numpy().reshape(-1), variables[1].numpy().reshape(-1)
+    assert np.isnan(means[:1024]).all() and np.isfinite(means[1024:]).all()
+    last = tfscale.rank() == tfscale.size() - 1
+    if last and int(os.environ["TFSCALE_RANKS_PER_HOST"]) == 1:
+        np.testing.assert_array_equal(after[:1024], before[:1024])
+    assert np.isfinite(after).all()
+
+
+@of_several_ranks
+def case_bytes_of_sparse_averages_are_the_formula():
+    """Of one average: the codes, and float32 of what is sent whole."""
+    optimizer, variables = with_averages(Compression.sparse, overlap=1)
+    inspect.take_collectives()
+    train(optimizer, variables, range(4))
+    assert optimizer.bound.average.variables  # nothing is under way
+    sent = [e.bytes for e in inspect.take_collectives() if "posted average" in e.name]
+    whole = 4 * sum(math.prod(shape) for shape in SHAPES[2:])
+    formula = sum(Compression.sparse.n_bytes(math.prod(shape)) for shape in SHAPES[:2])
+    # 1/64 of 2800 and of 3456 are 44 and 54 values, of 14 bits.
+    assert sum(sent) == whole + formula and formula == (4 + 66 + 11) + (4 + 81 + 14), sent
+
+
 @of_several_ranks
 def case_groups_that_start_later_take_over_what_is_pending():
     local = tfscale.LocalSGD(tfscale.size(), 2, "allreduce", start=1)
@@ -451,13 +551,50 @@ RUNS = {
     "sharded_int4": (Compression.int4(start_step=4), tfscale.Sharded(dense="weights")),
     "local_sgd": (Compression.int8, tfscale.LocalSGD(2, 3)),
     "local_sgd_allreduce": (Compression.int8, tfscale.LocalSGD(2, 3, "allreduce")),
+    "local_sgd_overlap": (Compression.int8, tfscale.LocalSGD(2, 3, fragments=2, overlap=2)),
+    "local_sgd_int4": (KINDS["int4"], tfscale.LocalSGD(2, 3, "allreduce", overlap=1)),
+    "local_sgd_sparse": (SPARSE, tfscale.LocalSGD(2, 4, overlap=3)),
 }
 
 
-def run(name):
+# With groups of one rank: others would have residuals of gradients, too, in 8 or 4 bits.
+ALONE = ("local_sgd_overlap", "local_sgd_int4")
+
+
+class Begin(keras.callbacks.Callback):
+    """The mean of the groups' kernels plus what is pending, before the first step."""
+
+    total, is_first = None, True
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.is_first:
+            self.is_first = False
+            kernel, average = self.model.layers[0].kernel, self.model.optimizer.bound.average
+            rest = 0.0
+            if any(int(f.left.numpy()) for f in getattr(average, "fragments", ())):
+                return  # of the same groups: resumed while averages are in flight
+            for residual in average.residuals.all if average and average.residuals else ():
+                shards = self.model.optimizer.bound.executor.shards
+                piece = shards.owned(0) if shards else None
+                own = np.zeros(kernel.shape, "float32")
+                at = slice(piece.start, piece.stop) if piece else slice(None)
+                own.reshape(-1)[at] += residual.own.numpy().reshape(-1)
+                if residual.owner is not None:
+                    begin = (piece.start if piece else 0) + residual.cuts[residual.group.rank]
+                    part = residual.owner.numpy() * residual.group.size
+                    own.reshape(-1)[begin : begin + part.size] += part
+                n_whole = tfscale.size() // residual.group.size if piece is None else 1
+                total = tfscale.allreduce(own, op=tfscale.Sum)
+                rest = total / (residual.group.size * n_whole)
+            self.total = tfscale.allreduce(kernel.value, op=tfscale.Average) + rest
+
+
+def run(name, begin=None):
     """Train from the newest checkpoint to the end; return weights, and the optimizer."""
     keras.utils.set_random_seed(1)
     compression, exchange = RUNS[name]
+    if "local" in name and (tfscale.size() % 2 or name in ALONE):
+        exchange = replace(exchange, groups=tfscale.size())
     kernel = keras.layers.Dense(70, use_bias=False, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((40,)), kernel])
     optimizer = DistributedOptimizer(SGD(1.0), compression=compression, exchange=exchange)
@@ -467,7 +604,7 @@ def run(name):
     folder = Path(os.environ["RUNS_FOLDER"]) / name
     callbacks = [Checkpoint(folder, every_n_steps=1, keep=99)]
     if name.startswith("local_sgd"):
-        callbacks.append(tfscale.callbacks.Synchronize())
+        callbacks += [tfscale.callbacks.Synchronize(), begin or Begin()]
     model.fit(data, verbose=0, callbacks=callbacks)
     return model.layers[0].kernel, optimizer, folder
 
@@ -503,8 +640,16 @@ def continue_runs():
 
 
 def continue_runs_with_other_ranks():
-    """Local SGD has two groups: of two ranks on other hosts, of one rank, which sends all."""
-    for name in (name for name in RUNS if tfscale.size() % 2 == 0 or "local" not in name):
-        kernel, optimizer, folder = run(name)
+    """Local SGD has two groups, of ranks on other hosts, or one of each rank; what is left is kept.
+
+    The mean weights and what is pending are the sum of all gradients so far, also where averages
+    were in flight. With one group the weights have all of it.
+    """
+    for name in RUNS:
+        begin, stopped = Begin(), list_checkpoints(Path(os.environ["RUNS_FOLDER"]) / name)[0].step
+        kernel, optimizer, folder = run(name, begin)
         require_sum(kernel, optimizer)
+        if begin.total is not None and name in (*ALONE, "local_sgd_sparse"):
+            x, y = (np.float64(v[: BATCH * stopped]) for v in run_data())
+            np.testing.assert_allclose(-begin.total, x.T @ y / BATCH, atol=3e-5)
         forget_after(folder, SECOND_STOP)

@@ -28,6 +28,7 @@ DEFAULTS = {
     "TFSCALE_LOG_LEVEL": "",
     "TFSCALE_METRICS": "",
     "TFSCALE_METRICS_TOKEN": "",
+    "TFSCALE_COMPARE_AVERAGES": False,
 }
 
 

@@ -136,6 +136,25 @@ def test_memory_ends_growth():
     assert sizes_of(4, lambda e: measures(fits=e != 1), interval=1) == [32, 64, 64, 64]
 
 
+def test_seesaw_grows_where_a_schedule_would_halve_the_rate():
+    """Batch times 2 and rate / sqrt(2), until the batch is largest: then the rate is halved."""
+    settings = {"rule": IntervalRule("seesaw"), "decay_epochs": (2, 3, 5, 6)}
+    used, control = run(8, **settings)
+    assert [size for size, _ in used] == [32, 32, 64, 128, 128, 128, 128, 128]
+    halves = [0, 0, 1, 2, 2, 4, 6, 6]  # of the exponent of 1/2
+    for (_, scale), n in zip(used, halves, strict=True):
+        assert math.isclose(scale, 0.5 ** (n / 2))
+    assert control.interval is None and control.n_decays == 4
+    # The last growth is smaller: 2 / sqrt(1.5) less. Memory that does not suffice ends growth.
+    _, control = run(4, **settings, sizes=(32, 48))
+    assert math.isclose(control.rate_scale, 1.5**0.5 / 4)
+    used, control = run(4, lambda epoch: measures(fits=False), **settings)
+    assert (control.batch_size, control.rate_scale) == (32, 0.25)
+    for wrong in ({"decay_epochs": ()}, {"interval": 2}, {"signal": "noise_scale"}):
+        with pytest.raises(ConfigError, match="rule='seesaw' needs decay_epochs"):
+            GrowthSettings(SIZES, **{**settings, **wrong})
+
+
 def test_noise_scale_grows_when_it_reaches_the_next_size():
     noise = [10, 63, 64, 500, 500, math.nan]
     sizes = sizes_of(6, lambda e: measures(noise_scale=noise[e]), signal="noise_scale")

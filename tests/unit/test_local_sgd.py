@@ -36,7 +36,7 @@ SHRINKING = tfscale.AdaptiveInterval(8, minimum=2)
         ({"merge": 0.5}, "together with overlap. Received: merge=0.5"),
         ({"overlap": 1, "average": "gradients"}, "average='gradients'"),
         ({"overlap": 1, "average_state": True}, "average_state=True"),
-        ({"overlap": 1, "interval": GUARD}, "must not be a DistanceGuard"),
+        ({"overlap": 1, "interval": GUARD}, "need an interval that is counted in steps"),
     ],
 )
 def test_bad_options(options, text):
@@ -50,10 +50,20 @@ def test_bad_intervals():
         (tfscale.AdaptiveInterval, {"shrink": 0.0}, "0 < shrink < 1. Received: initial=64"),
         (tfscale.AdaptiveInterval, {"shrink": 1.0}, "0 < shrink < 1. Received: initial=64"),
         (tfscale.GrowingInterval, {"initial": 8, "maximum": 4}, "maximum >= initial >= 1"),
+        (tfscale.QuadraticInterval, {"alpha": 0.0}, "alpha > 0 and minimum >= 1"),
+        (tfscale.QuadraticInterval, {"alpha": float("nan")}, "Received: alpha=nan"),
+        (tfscale.QuadraticInterval, {"alpha": 0.1, "minimum": 0}, "minimum=0"),
         (tfscale.DistanceGuard, {"limit": 0.0}, "limit > 0"),
     ):
         with pytest.raises(ConfigError, match=text):
             rule(**options)
+
+
+def test_an_interval_grows_with_the_square_of_the_inverse_rate():
+    rule = tfscale.QuadraticInterval(alpha=0.25, minimum=4)
+    assert [rule.at(rate) for rate in (0.5, 0.125, 0.0625, 0.0)] == [4, 4, 16, 1 << 40]
+    exchange = tfscale.LocalSGD(2, rule, overlap=3, fragments=4)
+    assert (exchange.first_interval, exchange.least_interval) == (4, 4)
 
 
 def test_groups_are_consecutive_ranks():

@@ -55,6 +55,8 @@ def _recipe(name, words):
         ("--average-every 1 --compression bf16", "Received: --compression bf16"),
         ("--distance-weights 1", "--distance-weights needs --average-every"),
         ("--overlap 2", "--overlap needs --groups"),
+        ("--quadratic-interval 0.2", "--quadratic-interval needs --groups"),
+        ("--local-start after_first_decay", "--local-start needs --groups"),
         ("--theta-norms", "--theta-norms needs --theta-every"),
         ("--adaptive-interval 3", "--adaptive-interval needs --adaptive-batch"),
         ("--adaptive-rule peak", "--adaptive-rule needs --adaptive-batch"),

@@ -25,7 +25,7 @@ PURE = """
 SETTINGS = """
     backend stall_warning_s stall_shutdown_s chunk_bytes window_bytes host_memory
     reduce_threads pin_core ranks_per_host set_threads save_timeout_s start_s timeline
-    log_level metrics metrics_token
+    log_level metrics metrics_token compare_averages
     """
 
 
@@ -116,6 +116,7 @@ DIRECT = {
     # Adaptations of Keras and TensorFlow, which differ between their versions.
     "callbacks/learning_rate": "unit/test_callbacks_learning_rate",
     "callbacks/local_models": "unit/test_local_sgd",
+    "local_sgd/averages": "unit/test_sparse_compression",
     "callbacks/model_checkpoint": "unit/test_callbacks_rank_zero",
     "exchange/dense": "unit/test_chunks",
     "exchange/residuals": "unit/test_checkpoint_state unit/test_residuals",

@@ -97,6 +97,7 @@ def exchanges() -> list[Any]:
         tfscale.AdaptiveInterval(initial=64),
         tfscale.DistanceGuard(limit=0.1),
         tfscale.GrowingInterval(initial=8, maximum=32),
+        tfscale.QuadraticInterval(alpha=0.2, minimum=4),
     )
     local = [tfscale.LocalSGD(groups=2, interval=rule) for rule in (8, *intervals)]
     within = tfscale.LocalSGD("host", within=tfscale.Allreduce(), overlap="auto", fragments=2)

@@ -54,6 +54,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
       `decay`. Decays happen at the epochs in `decay_epochs`, or when the training cost saturates
       after growth has ended: its mean over three epochs is less than `saturation` below that of
       the three epochs before, with the same batch and rate.
+    * With `rule="seesaw"` the batch grows in `decay_epochs`, where a schedule would divide the rate
+      by `factor`; the rate is divided by the root of it. Once the batch is largest, by `factor`.
 
     Every decision depends on numbers averaged over the ranks only, so it is the same on all ranks.
     It is logged with its reason and written to `log_path`; batch size, rate and theta are added
@@ -63,7 +65,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
     unless it resumes from a backup. After `fit` the data has its own batch size again; the rate
     stays, and another instance takes it as its initial rate.
 
-    Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5.
+    Source: [T] 5.1.4 (eq. 5.4, algorithm 3), 5.1.5; "seesaw": arXiv 2510.14717.
 
     Examples:
         >>> tfscale.init()
@@ -129,7 +131,8 @@ class AdaptiveBatchSize(ChangingBatchSize):
                 theta below `tolerance`, all thetas involved finite and positive. "thesis": at the
                 first n >= 2 with one such change (algorithm 3 as published). "peak": the epoch with
                 the largest theta, once two consecutive ones lie below it. The batch does not grow
-                before K is found.
+                before K is found. "seesaw": in `decay_epochs`; `learning_rate_rule`, `interval`,
+                `saturation` and `decay` have no effect.
             tolerance: Relative change of theta below which it counts as unchanged.
             saturation: Relative decrease of the training cost below which it counts as saturated;
                 None disables decays by saturation.
@@ -169,6 +172,7 @@ class AdaptiveBatchSize(ChangingBatchSize):
             decay=decay,
             decay_epochs=tuple(decay_epochs),
             warmup_epochs=warmup_epochs,
+            factor=factor,
         )
         fits = active_ranks in ("all", "grow")
         require(fits, "active_ranks", "'all' or 'grow'", active_ranks, "Use 'all' if in doubt.")

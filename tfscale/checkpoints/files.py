@@ -307,6 +307,9 @@ _INFO: dict[str, Any] = {
 _LATER_INFO: dict[str, Any] = {  # older checkpoints have none
     "trained": [[(type(None), _is_count)]],
     "residuals": {...: [[_is_count], (int, float)]},
+    # Of averages, see GroupAverage.saved: a factor, first elements of the rank's and of the owner's
+    # part, numbers of five arrays, and the first element in two of them.
+    "pending": {...: [(int, float), _is_count, _is_count, _is_count, *[int] * 4, _is_count]},
     "n_quantized": [_is_count],
     "hosts": [int],
     "tables": [[str, _is_count, _is_count, _is_count, _is_count]],
@@ -365,7 +368,7 @@ def require_info(folder: Path, manifest: dict[str, Any]) -> None:
         _require_fields(info, {k: form for k, form in _LATER_INFO.items() if k in info})
         size, n_weights, n_optimizers = info["size"], len(info["weights"]), len(info["rules"])
         trained = [i for places in info.get("trained", []) for i in places if i is not None]
-        saved = [*info["ranges"], *info.get("residuals", {})]
+        saved = [*info["ranges"], *info.get("residuals", {}), *info.get("pending", {})]
         names = [re.fullmatch(r"[0-9]{1,9}/(weight)?([0-9]{1,9})", name) for name in saved]
         of_weights = names[len(info["ranges"]) :] + [m for m in names if m and m[1]]
         for name, is_right in {

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfscale.config import ConfigError, is_count, require
 
 SMALLEST_COMPRESSED = 1024  # values of a variable that is sent in few bits
+LARGEST_CHUNK = 4096  # of which 12 bits can name a value
 _L = TypeVar("_L", bound="LossyCompressor")
 
 
@@ -160,11 +161,65 @@ class LowRankCompressor(LossyCompressor):
         return max(1, self.min_rate * columns * (n_in + shape[-1]))
 
 
-class Compression:
-    """Formats sent instead of float32: `none`, `fp16`, `bf16`, `int8`, `int4` or `low_rank`.
+@dataclass(frozen=True, kw_only=True)
+class SparseCompressor(LossyCompressor):
+    """The largest changes of each chunk of parameters are sent, in 14 bits each.
 
-    The last three are for gradients of `DistributedOptimizer`, and have options:
-    `Compression.int8(error_feedback=False)`, `Compression.low_rank(rank=8)`.
+    It is for averages of `LocalSGD`, not for gradients. Variables below 1024 values are sent whole.
+    A position has 12 bits, a value a sign and one of two levels: the means of the magnitudes up to
+    their mean, and of those above it. A value below half of its level is not sent, so zero stays
+    zero. Of equal magnitudes the first are sent. A chunk that is not finite becomes NaN on all
+    ranks. What is not sent is added to the next change, multiplied by `decay`.
+
+    Attributes:
+        share: Share of each chunk's values that is sent, in (0, 1]; rounded up to a whole number.
+        bits: Bits per value besides its position; 2.
+        chunk: Values of which the largest are chosen, counted from each variable's beginning; 1 to
+            4096. The last chunk of a variable may be shorter.
+        decay: Factor in (0, 1] of what was not sent, in each average.
+
+    Source: Sarfi et al.: Communication efficient LLM pre-training with SparseLoCo, 2025,
+    arXiv 2508.15706.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("share", "bits", "chunk", "decay")
+
+    wire_dtype: str = "sparse"
+    share: float = 1 / 64
+    bits: int = 2
+    chunk: int = 4096
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.share <= 1, "share", "in (0, 1]", self.share)
+        require(self.bits == 2, "bits", "2: a sign and one of two levels", self.bits)
+        fits = is_count(self.chunk) and self.chunk <= LARGEST_CHUNK
+        require(fits, "chunk", f"1 to {LARGEST_CHUNK}, for positions of 12 bits", self.chunk)
+        require(0 < self.decay <= 1, "decay", "in (0, 1]", self.decay)
+
+    def fits(self, shape: tuple[int, ...], dtype: str) -> bool:
+        """Return whether changes of a variable are sent in part: also vectors, if they are long."""
+        flat = (1, math.prod(shape))
+        return super().fits(flat, dtype)
+
+    def n_bytes(self, count: int) -> int:
+        """Return the bytes that a rank sends of `count` values of one variable."""
+
+        def of_chunk(n: int) -> int:
+            kept = math.ceil(self.share * n)
+            return 4 + (3 * kept + 1) // 2 + -(-kept // 4) if n else 0
+
+        whole, rest = divmod(count, self.chunk)
+        return whole * of_chunk(self.chunk) + of_chunk(rest)
+
+
+class Compression:
+    """Formats sent instead of float32: `none`, `fp16`, `bf16`, `int8`, `int4`, `low_rank`, ...
+
+    The last four are for `DistributedOptimizer`, and have options:
+    `Compression.int8(error_feedback=False)`, `Compression.low_rank(rank=8)`. `sparse` is for
+    averages of `LocalSGD` only, `low_rank` for gradients only.
 
     Examples:
         >>> tfscale.init()
@@ -175,6 +230,8 @@ class Compression:
         ('bfloat16', [1.0, 1.0])
         >>> tfscale.Compression.low_rank(rank=8).rank
         8
+        >>> tfscale.Compression.sparse(share=1 / 64).n_bytes(4096)  # instead of 16384
+        116
     """
 
     none = NoneCompressor
@@ -183,6 +240,7 @@ class Compression:
     int8 = QuantizedCompressor(wire_dtype="int8", bits=8, block=256)
     int4 = QuantizedCompressor(wire_dtype="int4", bits=4, block=64, start_step=None)
     low_rank = LowRankCompressor()
+    sparse = SparseCompressor()
 
 
 def refuse_low_rank(compression: Any, where: str) -> None:
@@ -195,9 +253,20 @@ def refuse_low_rank(compression: Any, where: str) -> None:
         )
 
 
+def refuse_sparse(compression: Any, where: str) -> None:
+    """Raise a ConfigError for shares of values where gradients are exchanged."""
+    if isinstance(compression, SparseCompressor):
+        raise ConfigError(
+            "Compression.sparse is for averages of LocalSGD: of gradients, most would be applied "
+            f"many steps late. Received: Compression.sparse for {where}. Use exchange="
+            "tfscale.LocalSGD(...), or Compression.int8."
+        )
+
+
 def refuse_quantized(compression: Any, where: str) -> None:
     """Raise a ConfigError for few bits where nothing keeps what is rounded off."""
     refuse_low_rank(compression, where)
+    refuse_sparse(compression, where)
     if isinstance(compression, QuantizedCompressor):
         raise ConfigError(
             f"Compression.{compression.wire_dtype} needs residuals that an optimizer keeps. "

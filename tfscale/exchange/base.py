@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tfscale.comm.backends.base import Group
-from tfscale.comm.compression import refuse_low_rank
+from tfscale.comm.compression import refuse_low_rank, refuse_sparse
 from tfscale.comm.runtime import ProcessSet
 from tfscale.config import ConfigError
 from tfscale.exchange import EXCHANGES
@@ -71,6 +71,7 @@ class Exchange(abc.ABC):
         `nonfinite` is that of `DistributedOptimizer`; `where` names the strategy as the user wrote
         it.
         """
+        refuse_sparse(options.compression, where)
         if self.is_sharding or self.may_shard_later:
             refuse_low_rank(options.compression, where)
 

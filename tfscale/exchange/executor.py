@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfscale.comm import runtime
 from tfscale.comm.collectives import allreduce, deduplicate, is_cheaper_dense
-from tfscale.comm.compression import Compression, LossyCompressor
+from tfscale.comm.compression import Compression, LossyCompressor, SparseCompressor
 from tfscale.comm.eager import note_gradients
 from tfscale.comm.runtime import ProcessSet, Sum, require_reducible
 from tfscale.config import ConfigError, PlanError, require
@@ -142,6 +142,7 @@ class Executor:
         """Return the first executor of an optimizer or tape, which runs a strategy."""
         options = request.options
         is_lossy = isinstance(options.compression, LossyCompressor)
+        is_lossy = is_lossy and not isinstance(options.compression, SparseCompressor)
         return Executor(
             request,
             DenseCalls(options),

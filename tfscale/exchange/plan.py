@@ -61,7 +61,7 @@ class GradientOptions:
         choices = "'sum' or 'keras'"
         fits = self.repeated_indices in ("sum", "keras")
         require(fits, "repeated_indices", choices, self.repeated_indices)
-        choices = "Compression.none, fp16, bf16, int8, int4 or low_rank"
+        choices = "Compression.none, fp16, bf16, int8, int4, low_rank or sparse"
         require(hasattr(self.compression, "compress"), "compression", choices, self.compression)
         groups = [] if self.groups is None else self.groups
         fits = isinstance(groups, list | tuple)

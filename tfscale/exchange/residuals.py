@@ -11,8 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.comm import collectives, runtime
-from tfscale.comm.backends.base import Group, Quantization, Quantized
-from tfscale.comm.compression import LossyCompressor, LowRankCompressor, QuantizedCompressor
+from tfscale.comm.backends.base import Group, Quantization, Quantized, Sparsity
+from tfscale.comm.compression import (
+    LossyCompressor,
+    LowRankCompressor,
+    QuantizedCompressor,
+    SparseCompressor,
+)
 from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 
 logger = logging.getLogger("tfscale")
@@ -128,6 +133,27 @@ class Residuals:
             [residual.own.read_value() for residual in kept],
             [residual.owner.read_value() for residual in kept if residual.owner is not None],
         )
+
+    def coding(self, cuts: Sequence[Cuts]) -> Quantization | Sparsity:
+        """Return how sums that are posted send parameters with these cuts.
+
+        They read and write the variables of `kept`: see `Backend.post_coded`.
+        """
+        how = self.compression
+        if isinstance(how, SparseCompressor):
+            return Sparsity(how.share, how.chunk, how.decay, tuple(cuts))
+        assert isinstance(how, QuantizedCompressor)
+        return Quantization(self.bits(), how.block, tuple(cuts))
+
+    def find(self, parameter: Any) -> Residual | None:
+        """Return the residual of a parameter, if there is one."""
+        return self._of.get(id(parameter))
+
+    def kept(self, parameters: Sequence[Any]) -> list[tf.Variable]:
+        """Return the variables of some parameters: first each `own`, then each `owner`."""
+        residuals = [self._of[id(p)] for p in parameters if id(p) in self._of]
+        owners = [r.owner for r in residuals if r.owner is not None]
+        return [r.own for r in residuals] + owners
 
     def updates(self, parameters: Sequence[Any], sums: Quantized) -> list[Update]:
         """Return the residuals' next values after an exchange."""
@@ -279,6 +305,38 @@ def pending_in(saved: SavedStates, name: str) -> np.ndarray:
         owners = [p.arrays[f"owner/{name}"] for p in parts if f"owner/{name}" in p.arrays]
         totals.append(total + np.concatenate(owners).reshape(total.shape) if owners else total)
     return np.mean(totals, axis=0)
+
+
+def pending_change(
+    saved: SavedStates, weight: int, count: int, is_in_flight: bool = False
+) -> np.ndarray | None:
+    """Return the change of a weight, flat, that groups had not sent in averages; None without.
+
+    What was in flight counts as sent where it still is in flight.
+    """
+    total: np.ndarray | None = None
+    for rank in range(saved.size):
+        of_rank = saved.of(rank)
+        entry = of_rank.entries.get("pending", {}).get(str(weight))
+        if entry is None:
+            continue
+        factor, start, owned, rest, owner, sent, mean, common, at = entry
+        total = np.zeros(count) if total is None else total
+        values = _flat(of_rank, rest)
+        n = len(values)
+        if sent >= 0 and not is_in_flight:
+            # The weights still have this change, so nothing of it was sent.
+            change = _flat(of_rank, sent)[at : at + n] - _flat(of_rank, common)
+            values = values + _flat(of_rank, mean)[at : at + n] - change
+        total[start : start + n] += factor * values
+        if owner >= 0:
+            part = _flat(of_rank, owner)
+            total[owned : owned + len(part)] += part
+    return total
+
+
+def _flat(saved: Saved, number: int) -> np.ndarray:
+    return np.asarray(saved.arrays[f"average/{number}"], np.float64).reshape(-1)
 
 
 def keep(updates: Iterable[Update]) -> None:

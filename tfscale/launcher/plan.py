@@ -17,8 +17,10 @@ from tfscale.plan.forecast import AUTO, LOCAL_SGD, Point, check_groups, explain,
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import PRESETS, find_machine
 from tfscale.plan.published import PUBLISHED, published
+from tfscale.plan.slow_links import advise, read_rate, read_time, with_links
 
 _MARKS = "osv^D*Px"
+_RANKS = "1,2,4,8,16,32,64,128,256"
 # Between ranks of a host, where the machine does not say: shared memory of common servers.
 _HOST_BYTES_PER_S, _HOST_LATENCY_S = 4e9, 5e-6
 
@@ -65,7 +67,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     which.add_argument("--model-file", metavar="FILE", help="a saved Keras model")
     shape = "of one sample, where the model leaves dimensions open"
     plan.add_argument("--input-shape", metavar="R,C,...", help=shape)
-    plan.add_argument("--ranks", default="1,2,4,8,16,32,64,128,256", metavar="N,...")
+    plan.add_argument("--ranks", metavar="N,...", help=f"{_RANKS}; 4 with --links")
     plan.add_argument("--global-batch", type=int, default=256, help="samples of all ranks per step")
     machines = f"{', '.join(PRESETS)}, or a file of tfscale tune links"
     plan.add_argument("--machine", default="ethernet-1g", metavar="NAME", help=machines)
@@ -75,6 +77,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--groups", type=int, default=0, help="also predict local SGD of so many")
     plan.add_argument("--interval", type=int, default=8, help="steps between its averagings")
     plan.add_argument("--explain", type=int, metavar="N", help="show the plan for N ranks only")
+    links = "advise exchange, bits and interval for links of this rate, such as 10mbit"
+    plan.add_argument("--links", metavar="RATE", help=links)
+    plan.add_argument("--rtt", metavar="TIME", help="round trip of these links, such as 100ms")
+    points = "with --links: points of accuracy that may be lost, by a study of such models (0)"
+    plan.add_argument("--may-lose", type=float, default=0.0, metavar="POINTS", help=points)
     plan.add_argument("--output", metavar="DIR", help="folder for plan.md and plan.png")
     plan.set_defaults(handler=_plan)
 
@@ -108,6 +115,13 @@ def _plan(options: argparse.Namespace) -> int:
             f"--explain {options.explain}{' and --output' if options.output else ''}."
         )
     check_groups(options.groups, options.interval)
+    if options.links is None and (options.rtt is not None or options.may_lose):
+        raise ConfigError(
+            "--rtt and --may-lose are for --links. Received: "
+            f"--rtt {options.rtt}, --may-lose {options.may_lose:g}, without --links. Example: "
+            "--links 10mbit --rtt 100ms --may-lose 0.2"
+        )
+    all_ranks = options.ranks or (_RANKS if options.links is None else "4")
     try:
         machine = find_machine(options.machine)
         if options.ranks_per_host is not None:
@@ -125,7 +139,14 @@ def _plan(options: argparse.Namespace) -> int:
             _tell(options.explain)
             sys.stdout.write(explain(scenario, choose(scenario)))
             return 0
-        ranks = read_numbers(options.ranks, "--ranks")
+        ranks = read_numbers(all_ranks, "--ranks")
+        if options.links is not None:
+            rtt_s = None if options.rtt is None else read_time(options.rtt)
+            slow = with_links(machine, read_rate(options.links), rtt_s)
+            for n_ranks in ranks:
+                at = dataclasses.replace(scenario, machine=slow, n_ranks=n_ranks)
+                sys.stdout.write(advise(at, options.may_lose))
+            return 0
         points = []
         for number, n_ranks in enumerate(ranks, 1):
             _tell(n_ranks, f" ({number} of {len(ranks)})")
@@ -137,7 +158,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.groups and all(point.exchange != LOCAL_SGD for point in points):
         sys.stderr.write(
             f"tfscale: no local SGD: its {options.groups} groups must divide the number of ranks "
-            f"and of samples. Received: --ranks {options.ranks} --global-batch "
+            f"and of samples. Received: --ranks {all_ranks} --global-batch "
             f"{options.global_batch}.\n"
         )
     if options.output:

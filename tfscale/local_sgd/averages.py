@@ -15,17 +15,27 @@ import tensorflow as tf
 
 from tfscale.comm import collectives, runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
-from tfscale.comm.compression import Compression, QuantizedCompressor
+from tfscale.comm.compression import Compression, QuantizedCompressor, SparseCompressor
+from tfscale.config import settings
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.plan import GradientOptions, Wire, values_of
-from tfscale.exchange.residuals import Residuals, keep
+from tfscale.exchange.residuals import Residuals, keep, pending_change
 from tfscale.exchange.states import Saved, SavedStates, Scope, copy_of
 from tfscale.internals.optimizers import rate_of, slots_of, trained_by
-from tfscale.local_sgd.intervals import AdaptiveInterval, DistanceGuard, GrowingInterval
+from tfscale.local_sgd.intervals import (
+    LONGEST,
+    SLACK,
+    AdaptiveInterval,
+    DistanceGuard,
+    GrowingInterval,
+    QuadraticInterval,
+)
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, owner_of
 from tfscale.plan.segments import block_cuts
 
 logger = logging.getLogger("tfscale")
+
+_EXACT = (1 << 52) - 1  # the bits of a digest that a float64 holds exactly
 
 
 class GroupAverage:
@@ -84,6 +94,8 @@ class GroupAverage:
             self.interval = tf.Variable(strategy.first_interval, dtype=tf.int64, trainable=False)
             self.since = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._n_intervals = tf.Variable(0, dtype=tf.int64, trainable=False)
+            # The learning rate at the last average: with 0, it has risen at the first one.
+            self._last_rate = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
             zeros = np.zeros(len(self.layers))
             self.layer_distances = tf.Variable(zeros, dtype=tf.float64, trainable=False)
@@ -97,19 +109,34 @@ class GroupAverage:
             summed = self.targets if sums_gradients else []
             self._sums = [like(v, np.zeros(v.shape)) for v in summed]
             self._outers = [self._outer_for(part) for part in self._parts_with_outer()]
+            # Of what averages have given since the last report; equal on ranks at one position.
+            self._compares = settings().compare_averages
+            self._digest = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.residuals: Residuals | None = None
+            self._few: set[int] = (
+                set()
+            )  # positions of targets that are sent in few bits, or in part
             if isinstance(self._compression, QuantizedCompressor) and across.size > 1:
-                self._create_residuals(self._compression(start_step=0))
+                self._create_residuals(self._compression(start_step=0), self._compression.block)
+            elif isinstance(self._compression, SparseCompressor) and across.size > 1:
+                self._create_residuals(self._compression, self._compression.chunk)
 
-    def _create_residuals(self, compression: QuantizedCompressor) -> None:
+    def _create_residuals(
+        self, compression: QuantizedCompressor | SparseCompressor, block: int
+    ) -> None:
         self.residuals, options = Residuals(compression), GradientOptions(compression=compression)
         self._wire = Wire(self.across, options, self.targets, residuals=self.residuals)
         shapes = [tuple(self._wholes[id(v)].shape) for v in self.targets]  # pieces are flat
         pairs = enumerate(zip(self.targets, shapes, strict=True))
         self._few = {i for i, (v, shape) in pairs if compression.fits(shape, v.dtype)}
-        for variable in (self.targets[i] for i in self._few if compression.error_feedback):
-            cuts = block_cuts(math.prod(variable.shape), compression.block, self.across.size)
-            self.residuals.of(variable, self.across, cuts, 1.0 / self.across.size, rounds_sum=True)
+        rounds_sum, factor = isinstance(compression, QuantizedCompressor), 1.0 / self.across.size
+        self._cuts = {
+            i: block_cuts(math.prod(self.targets[i].shape), block, self.across.size)
+            for i in sorted(self._few)
+        }
+        for i, cuts in self._cuts.items():
+            if compression.error_feedback:
+                self.residuals.of(self.targets[i], self.across, cuts, factor, rounds_sum)
 
     def _first_of(self, variable: keras.Variable) -> np.ndarray:
         """Return the first group's value: all groups must start from the same one."""
@@ -137,7 +164,9 @@ class GroupAverage:
         """State that an exact resume needs: counters, common parameters, sums."""
         slots = [v for outer in self._outers if outer is not None for v in outer.variables]
         residuals = self.residuals.variables if self.residuals else []
-        return [*self.counters, *self._common, *self._sums, *slots, *residuals]
+        follows_rate = isinstance(self._strategy.interval, QuadraticInterval)
+        rates = [self._last_rate] if follows_rate else []
+        return [*self.counters, *self._common, *self._sums, *slots, *residuals, *rates]
 
     @property
     def counters(self) -> list[tf.Variable]:
@@ -147,8 +176,96 @@ class GroupAverage:
     def saved(self, scope: Scope) -> Saved:
         """Copy `variables`: this rank's segments, or once in a group what is equal in it."""
         is_saved = scope.is_leader or self._executor.shards is not None
-        averaged = self.variables if is_saved else []
-        return Saved({f"average/{i}": copy_of(variable) for i, variable in enumerate(averaged)})
+        state = self.variables if is_saved else []
+        arrays = {f"average/{i}": copy_of(variable) for i, variable in enumerate(state)}
+        if self.residuals is None or not is_saved or self._sums:  # sums of gradients are dropped
+            return Saved(arrays)
+        numbers, places = {id(v): i for i, v in enumerate(state)}, scope.places
+        pending: dict[str, Any] = {}
+        for target in self.targets:
+            residual, weight = self.residuals.find(target), places.get(id(self._wholes[id(target)]))
+            if residual is not None and weight is not None:
+                start = self._start_of(target)
+                owned = residual.cuts[residual.group.rank]
+                variables = [residual.own, residual.owner, *self._in_flight(target)]
+                arrays_of = [numbers.get(id(v), -1) for v in variables]
+                begin = self._place_in_message(target)
+                pending[str(weight)] = [residual.factor, start, start + owned, *arrays_of, begin]
+        return Saved(arrays, entries={"pending": pending})
+
+    def _in_flight(self, target: keras.Variable) -> list[Any]:
+        """Return what was sent of a target, what arrives of it, and its common value; or nothing.
+
+        The first two are vectors that hold it from `_place_in_message` on.
+        """
+        del target
+        return [None, None, None]
+
+    def _place_in_message(self, target: keras.Variable) -> int:
+        del target
+        return 0
+
+    def _start_of(self, target: keras.Variable) -> int:
+        """Return the element of the model's variable with which a target begins."""
+        shards = self._executor.shards
+        if shards is None:
+            return 0
+        owned = shards.owned(shards.position(self._wholes[id(target)]))
+        return owned.start if owned else 0
+
+    def _take_pending(self, saved: SavedStates) -> None:
+        """Leave for later averages, or apply, what earlier groups had not sent yet.
+
+        Residuals are cut again, so that their mean over the groups is as before.
+        """
+        places, sums = (
+            saved.scope.places,
+            dict(zip(map(id, self.targets), self._sums, strict=False)),
+        )
+        for target in self.targets:
+            whole = self._wholes[id(target)]
+            pending = pending_change(saved, places.get(id(whole), -1), math.prod(whole.shape))
+            if pending is None:
+                continue
+            start, shape = self._start_of(target), tuple(target.shape)
+            pending = pending[start : start + math.prod(shape)]
+            residual = self.residuals.find(target) if self.residuals else None
+            if residual is not None:
+                begin, end = residual.cuts[residual.group.rank :][:2]
+                residual.add(pending[begin:end])
+                continue
+            variables = [sums[id(target)]] if sums else [target, *self._common_of(target)]
+            for variable in variables:
+                variable.assign_add(pending.reshape(shape).astype(variable.dtype))
+        self._executor.publish()
+
+    def _cut_again(self, saved: SavedStates) -> None:
+        """Let other ranks keep what was not sent if ranks have moved to other hosts. Collective.
+
+        A rank keeps it of what it encodes for its host.
+        """
+        if self.residuals is None:
+            return
+        is_same = np.int64(saved.is_same_host)
+        n_same = collectives.allreduce(is_same, op=runtime.Sum, name="hosts of averages")
+        if int(n_same) == runtime.size():
+            return
+        places = saved.scope.places
+        for residual in self.residuals.all:
+            whole = self._wholes[id(residual.parameter)]
+            weight, count = places.get(id(whole), -1), math.prod(whole.shape)
+            pending = pending_change(saved, weight, count, is_in_flight=True)
+            for variable in (residual.own, residual.owner):
+                if variable is not None:
+                    variable.assign(tf.zeros_like(variable))
+            if pending is not None:
+                start = self._start_of(residual.parameter)
+                begin, end = residual.cuts[residual.group.rank :][:2]
+                residual.add(pending[start + begin : start + end])
+
+    def _common_of(self, target: keras.Variable) -> list[keras.Variable]:
+        pairs = zip(self.targets, self._common, strict=False)  # perhaps none
+        return [common for variable, common in pairs if variable is target]
 
     def restored(self, saved: SavedStates) -> None:
         """Resume inside an interval, or begin one from the groups' average. Collective.
@@ -161,12 +278,15 @@ class GroupAverage:
             self._take(of_leader[: len(self.counters)])
         if not saved.is_exact:  # all groups hold the average already
             self.start_from_here()
+            if not saved.is_end:
+                self._take_pending(saved)
             return
         kept = saved.own.series("average") or of_leader
         fits = [value.shape for value in kept] == [tuple(v.shape) for v in self.variables]
         n_fit = collectives.allreduce(np.int64(fits), op=runtime.Sum, name="restored averages")
         if int(n_fit) == runtime.size():
             self._take(kept)
+            self._cut_again(saved)
             if saved.is_end:  # the weights hold the average of all groups
                 self.start_from_here()
             return
@@ -185,7 +305,8 @@ class GroupAverage:
         restored = self.variables[: len(values)]
         for variable, value in zip(restored, values, strict=True):
             variable.assign(value)
-        if not isinstance(self._strategy.interval, AdaptiveInterval | GrowingInterval):
+        changing = AdaptiveInterval | GrowingInterval | QuadraticInterval
+        if not isinstance(self._strategy.interval, changing):
             self.interval.assign(interval)
 
     def record(self) -> dict[str, Any]:
@@ -271,6 +392,16 @@ class GroupAverage:
         if isinstance(rule, GrowingInterval):
             steps = rule.initial * (1.0 + rule.growth * tf.cast(self._n_intervals, tf.float64))
             self.interval.assign(tf.minimum(tf.cast(steps, tf.int64), rule.maximum))
+        if isinstance(rule, QuadraticInterval):
+            when(is_due, partial(self._follow_rate, rule))
+
+    def _follow_rate(self, rule: QuadraticInterval) -> tf.Tensor:
+        rate = tf.cast(self._rate_of_step(), tf.float64)
+        steps = tf.cast(tf.minimum(SLACK * (rule.alpha / rate) ** 2, LONGEST), tf.int64)
+        least = tf.constant(rule.minimum, tf.int64)
+        self.interval.assign(tf.where(rate > self._last_rate, least, tf.maximum(steps, least)))
+        self._last_rate.assign(rate)
+        return tf.zeros([], tf.float64)
 
     def _parts(self) -> list[list[int]]:
         """Return the positions of each message; one message if an outer optimizer makes a step."""
@@ -319,8 +450,14 @@ class GroupAverage:
                 variable.assign(common[position].value)
             else:
                 self._set(variable, means[position])
+        self._note(common or means)
         changes = [m - b for m, b in zip(means, before, strict=True)]
         return self._squares_by_layer(part, changes)
+
+    def _note(self, averaged: Sequence[Any]) -> None:
+        """Add the bits of what an average has given to the digest, if ranks compare it."""
+        for value in averaged if self._compares else ():
+            self._digest.assign(31 * self._digest + digest_of(value))
 
     def _squares_by_layer(self, part: Sequence[int], changes: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the squared norm of each layer's changes, as float64.
@@ -390,18 +527,44 @@ class GroupAverage:
         counted = squares if self._is_counted else tf.zeros_like(squares)
         group = tf.one_hot(self.across.rank, self.across.size, dtype=tf.float64)
         of_groups = tf.reshape(group[:, None] * counted[None, :], [-1])
-        return tf.concat([of_groups, [tf.cast(self.wants_to_stop, tf.float64)]], axis=0)
+        parts = [of_groups, [tf.cast(self.wants_to_stop, tf.float64)]]
+        if self._compares:
+            own = tf.one_hot(runtime.rank(), runtime.size(), dtype=tf.float64)
+            parts.append(own * tf.cast(self._digest & _EXACT, tf.float64))
+            self._digest.assign(0)
+        return tf.concat(parts, axis=0)
+
+    @property
+    def _n_distances(self) -> int:
+        return self.across.size * len(self.layers)
+
+    @property
+    def _n_reported(self) -> int:
+        """The length of a report."""
+        return self._n_distances + 1 + (runtime.size() if self._compares else 0)
 
     def _by_group(self, sums: tf.Tensor) -> tf.Tensor:
         """Return the squared distances of groups (rows) and layers in the sum of reports."""
-        return tf.reshape(sums[:-1], [self.across.size, len(self.layers)])
+        return tf.reshape(sums[: self._n_distances], [self.across.size, len(self.layers)])
 
     def _take_report(self, sums: tf.Tensor) -> tf.Tensor:
         distance, of_layers = _distances(self._by_group(sums))
         self.distance.assign(distance)
         self.layer_distances.assign(of_layers)
-        self.must_stop.assign(sums[-1] > 0)
-        self.n_averages.assign_add(1)
+        self.must_stop.assign(sums[self._n_distances] > 0)
+        checks = []
+        if self._compares:
+            digests = tf.gather(sums[self._n_distances + 1 :], self.across.ranks)
+            text = (
+                "TFSCALE_FAILED: An average must give equal bits on ranks "
+                f"{', '.join(map(str, self.across.ranks))}. Received: digests that differ, with "
+                "TFSCALE_COMPARE_AVERAGES=1."
+            )
+            checks.append(
+                tf.debugging.Assert(tf.reduce_all(digests == digests[0]), [text, digests])
+            )
+        with tf.control_dependencies([c for c in checks if c is not None]):
+            self.n_averages.assign_add(1)
         return tf.zeros([], tf.float64)
 
 
@@ -415,6 +578,18 @@ def like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
     """Return a variable of another's dtype, for a value of its own."""
     # An array: Keras would share a TensorFlow variable instead of copying it.
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
+
+
+def digest_of(value: Any) -> tf.Tensor:
+    """Return an int64 that depends on each bit of a float tensor and on the order of its elements.
+
+    It does not depend on the order in which TensorFlow adds up.
+    """
+    bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+    flat = tf.reshape(tf.convert_to_tensor(value), [-1])
+    numbers = tf.cast(tf.bitcast(flat, bits[flat.dtype.size]), tf.int64)
+    places = tf.range(tf.size(numbers, tf.int64), dtype=tf.int64)
+    return tf.reduce_sum((numbers + 1) * (2 * places + 1))
 
 
 def _distances(squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tfscale.comm import objects, runtime
+from tfscale.comm.compression import SparseCompressor
 from tfscale.config import ConfigError, settings
 from tfscale.exchange.executor import Executor
 from tfscale.internals.optimizers import trained_by, update_rule
@@ -62,7 +63,8 @@ class Groups:
         else:
             _require_elementwise(self.strategy.outer)
             targets = [piece for i, piece in shards.pieces.items() if shards.owned(i)]
-        kind = OverlappedAverage if self.strategy.is_overlapped else GroupAverage
+        is_sparse = isinstance(executor.options.compression, SparseCompressor)
+        kind = OverlappedAverage if self.strategy.is_overlapped or is_sparse else GroupAverage
         return kind(self.strategy, self.across.group(), executor, rule, targets)
 
 

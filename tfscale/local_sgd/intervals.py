@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from tfscale.config import ConfigError, is_count
 
+LONGEST = 1 << 40  # steps: without an average until the end of training
+SLACK = 1.000001  # before rounding down: rates are float32
+
 
 @dataclass(frozen=True)
 class AdaptiveInterval:
@@ -98,6 +101,50 @@ class GrowingInterval:
 
 
 @dataclass(frozen=True)
+class QuadraticInterval:
+    """An interval between averages that grows as the learning rate falls (QSR).
+
+    After each average the interval becomes `(alpha / rate)^2`, rounded down and at least `minimum`.
+    It stays `minimum` during a warm-up: before the second average, and as long as the rate has
+    risen since the last one. The rate must be equal on all ranks.
+
+    Attributes:
+        alpha: The rate at which the interval would be one step; more than the largest rate.
+        minimum: Steps between two averages at high rates, 1 or more.
+
+    Source: Gu, Lyu, Arora, Huang: A quadratic synchronization rule for distributed deep learning,
+    2023, arXiv 2310.14423.
+
+    Examples:
+        >>> rule = tfscale.QuadraticInterval(alpha=0.2, minimum=4)
+        >>> exchange = tfscale.LocalSGD(groups=2, interval=rule)
+        >>> [rule.at(rate) for rate in (0.1, 0.05, 0.025)]  # steps
+        [4, 16, 64]
+    """
+
+    alpha: float
+    minimum: int = 4
+
+    def __post_init__(self) -> None:
+        if not (self.alpha > 0 and math.isfinite(self.alpha) and is_count(self.minimum)):
+            raise ConfigError(
+                "QuadraticInterval needs alpha > 0 and minimum >= 1. Received: "
+                f"alpha={self.alpha}, minimum={self.minimum}."
+            )
+
+    @property
+    def initial(self) -> int:
+        """Steps before the first average."""
+        return self.minimum
+
+    def at(self, rate: float) -> int:
+        """Return the interval at a learning rate, after the warm-up."""
+        if not rate > 0:
+            return LONGEST
+        return max(self.minimum, int(min(LONGEST, SLACK * (self.alpha / rate) ** 2)))
+
+
+@dataclass(frozen=True)
 class DistanceGuard:
     """Averages when the groups' models are too far from the last average, or after `maximum` steps.
 
@@ -138,4 +185,4 @@ class DistanceGuard:
         return self.every
 
 
-IntervalRule = AdaptiveInterval | GrowingInterval | DistanceGuard
+IntervalRule = AdaptiveInterval | GrowingInterval | QuadraticInterval | DistanceGuard

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,6 +38,8 @@ class Message:
         common: Their common parameters, if there are any.
         sent: The parameters as they were when they were sent.
         means: What arrives: means of parameters or, with common parameters, of changes since then.
+        residuals: What changes in few bits leave for later averages; it arrives, too. None where
+            changes are sent as they are.
     """
 
     places: list[int]
@@ -44,6 +47,12 @@ class Message:
     common: list[keras.Variable]
     sent: tf.Variable
     means: tf.Variable
+    residuals: list[tf.Variable] | None = None
+
+    @property
+    def arriving(self) -> list[tf.Variable]:
+        """The variables that an average on its way sets."""
+        return [self.means, *(self.residuals or ())]
 
 
 @dataclass
@@ -92,8 +101,7 @@ class OverlappedAverage(GroupAverage):
             zeros = np.zeros(len(self.layers))
             self._squares = tf.Variable(zeros, dtype=tf.float64, trainable=False)
             self._has_report = tf.Variable(False, trainable=False)
-            n_sums = across.size * len(self.layers) + 1  # see `_report`
-            self._reported = tf.Variable(np.zeros(n_sums), trainable=False)
+            self._reported = tf.Variable(np.zeros(self._n_reported), trainable=False)
             pairs = zip(self._parts_with_outer(), self._outers, strict=True)
             self.fragments = [self._fragment(places, outer) for places, outer in pairs]
 
@@ -104,21 +112,28 @@ class OverlappedAverage(GroupAverage):
         return [[i for i, f in enumerate(fragments) if f == n] for n in range(n_fragments)]
 
     def _fragment(self, places: list[int], outer: Any) -> Fragment:
+        few = [i for i in places if i in self._few]
+        rest = [i for i in places if i not in self._few]
+        messages = [*self._messages(rest, False), *self._messages(few, True)]
+        return Fragment(messages, outer, tf.Variable(_NOTHING, dtype=tf.int64, trainable=False))
+
+    def _messages(self, places: list[int], is_few: bool) -> Iterator[Message]:
         targets = [self.targets[i] for i in places]
-        messages = []
-        buckets = messages_of(targets)
+        buckets = messages_of(targets) if targets else ()
         parts = (by_device(bucket, lambda i: device_of(targets[i])) for bucket in buckets)
         for bucket in chain(*parts):
             bucket_variables = [raw_variable(targets[i]) for i in bucket]
             sent = tf.zeros(
                 [sum(v.shape.num_elements() for v in bucket_variables)], bucket_variables[0].dtype
             )
-            both = (sent, self._compression.compress(sent)[0])
-            copies = [tf.Variable(vector, trainable=False) for vector in both]
+            packed = self._compression.compress(sent)[0]
+            first, arrived = (tf.Variable(vector, trainable=False) for vector in (sent, packed))
             numbers = [places[i] for i in bucket]
             common = [self._common[i] for i in numbers if self._common]
-            messages.append(Message(numbers, bucket_variables, common, *copies))
-        return Fragment(messages, outer, tf.Variable(_NOTHING, dtype=tf.int64, trainable=False))
+            kept: list[tf.Variable] | None = None
+            if is_few and self.residuals is not None:
+                kept = self.residuals.kept([targets[i] for i in bucket])
+            yield Message(numbers, bucket_variables, common, first, arrived, kept)
 
     @property
     def variables(self) -> list[Any]:
@@ -128,8 +143,26 @@ class OverlappedAverage(GroupAverage):
         for fragment in self.fragments:
             state.append(fragment.left)
             state += [vector for m in fragment.messages for vector in (m.sent, m.means)]
+            self._await([v for m in fragment.messages for v in m.residuals or ()])
         self._await(state)
         return [*super().variables, *state]
+
+    def _in_flight(self, target: keras.Variable) -> list[Any]:
+        fragment, message, number = self._message_of(target)
+        if int(fragment.left.numpy()) == _NOTHING:
+            return super()._in_flight(target)
+        return [message.sent, message.means, message.common[number]]
+
+    def _place_in_message(self, target: keras.Variable) -> int:
+        _, message, number = self._message_of(target)
+        return sum(math.prod(v.shape) for v in message.variables[:number])
+
+    def _message_of(self, target: keras.Variable) -> tuple[Fragment, Message, int]:
+        """Return where a target is sent, and its number in that message."""
+        number = next(i for i, variable in enumerate(self.targets) if variable is target)
+        pairs = ((f, m) for f in self.fragments for m in f.messages)
+        fragment, message = next(pair for pair in pairs if number in pair[1].places)
+        return fragment, message, message.places.index(number)
 
     # In the traced step
 
@@ -159,13 +192,24 @@ class OverlappedAverage(GroupAverage):
         for message in fragment.messages:
             now = _vector(message.variables)
             message.sent.assign(now)
+            if message.residuals is not None:
+                self._send_few(message, call, mean)
+                continue
             now = now - _vector(message.common) if self._common else now
             packed = self._compression.compress(now)[0]
             runtime.backend().post_allreduce([packed], [message.means], call, mean)
         return tf.zeros([], tf.float64)
 
+    def _send_few(self, message: Message, call: Call, mean: Reduction) -> None:
+        assert self.residuals is not None and message.residuals is not None
+        pairs = zip(message.variables, message.common, strict=True)
+        changes = [now.read_value() - raw_variable(last).read_value() for now, last in pairs]
+        coding = self.residuals.coding([self._cuts[i] for i in message.places])
+        post = runtime.backend().post_coded
+        post(changes, message.means, message.residuals, coding, call, mean)
+
     def _merge(self, fragment: Fragment) -> tf.Tensor:
-        self._await([message.means for message in fragment.messages])
+        self._await([v for message in fragment.messages for v in message.arriving])
         means = new = [tf.cast(m.means.value(), m.sent.dtype) for m in fragment.messages]
         if self._common:  # changes have arrived
             pairs = zip(fragment.messages, means, strict=True)
@@ -173,6 +217,7 @@ class OverlappedAverage(GroupAverage):
             self._move_common_to(means, fragment)
             new = [_vector(message.common) for message in fragment.messages]
         weight = self._strategy.merge
+        self._note([*(common for m in fragment.messages for common in m.common), *means])
         for message, mean, after in zip(fragment.messages, means, new, strict=True):
             sent = message.sent.value()
             vectors = mean, sent, after, sent if weight is None else after
@@ -248,7 +293,8 @@ class OverlappedAverage(GroupAverage):
     def _drop(self) -> None:
         """Forget what is on its way, and begin an interval."""
         for fragment in self.fragments:
-            self._await([message.means for message in fragment.messages], is_write=True)
+            arriving = [v for message in fragment.messages for v in message.arriving]
+            self._await(arriving, is_write=True)
             fragment.left.assign(_NOTHING)
         self._await([self._reported], is_write=True)
         self._has_report.assign(False)

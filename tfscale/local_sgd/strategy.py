@@ -9,7 +9,7 @@ from typing import Any, Literal
 import keras
 
 from tfscale.comm.backends.base import Group
-from tfscale.comm.compression import refuse_low_rank, refuse_quantized
+from tfscale.comm.compression import SparseCompressor, refuse_low_rank
 from tfscale.comm.runtime import ProcessSet, global_process_set
 from tfscale.config import ConfigError, is_count, require
 from tfscale.exchange.base import Exchange, resolve
@@ -32,7 +32,7 @@ class LocalSGD(Exchange):
             consecutive, so groups match hosts if ranks are placed host by host. "host" makes one
             group of each host, for hosts with equally many ranks.
         interval: Steps between two averages, 1 or more, or `AdaptiveInterval`, `GrowingInterval`,
-            `DistanceGuard`.
+            `QuadraticInterval`, `DistanceGuard`.
         within: The exchange inside a group: another strategy, or its name.
         average: "parameters" takes the mean of the groups' parameters; "gradients" (SASGD) moves
             the last common parameters by the learning rate times the mean of the groups' sums of
@@ -82,7 +82,10 @@ class LocalSGD(Exchange):
         fits = self.groups == "host" or is_count(self.groups)
         require(fits, "groups", "1 or more, or 'host'", self.groups)
         fits = is_count(interval) or isinstance(interval, IntervalRule)
-        rules = "AdaptiveInterval(...), GrowingInterval(...) or DistanceGuard(...)"
+        rules = (
+            "AdaptiveInterval(...), GrowingInterval(...), QuadraticInterval(...) or "
+            "DistanceGuard(...)"
+        )
         require(fits, "interval", f"1 or more, {rules}", interval)
         fits = not isinstance(self.within, LocalSGD)
         require(fits, "within", "an exchange inside of a group", self.within)
@@ -133,18 +136,23 @@ class LocalSGD(Exchange):
         require(fits, "overlap", text, self.overlap)
         fits = self.merge is None or (self.is_overlapped and 0 <= self.merge < 1)
         require(fits, "merge", "None, or a number in [0, 1) together with overlap", self.merge)
-        if self.is_overlapped and isinstance(self.interval, DistanceGuard):
+        if self.is_overlapped:
+            self._require_parameters("overlap and fragments need")
+
+    def _require_parameters(self, what: str) -> None:
+        """Raise a ConfigError for averages that are not posted."""
+        if isinstance(self.interval, DistanceGuard):
             raise ConfigError(
-                "interval must not be a DistanceGuard with overlap. Received: "
+                f"{what} an interval that is counted in steps. Received: "
                 f"interval={self.interval}, fragments={self.fragments}, "
-                f"overlap={self.overlap!r}. Use fragments=1 and overlap=0, or another interval."
+                f"overlap={self.overlap!r}. Use another interval, or none of these."
             )
-        if self.is_overlapped and (self.average == "gradients" or self.average_state):
+        if self.average == "gradients" or self.average_state:
             raise ConfigError(
-                "overlap and fragments need averages of parameters. Received: "
+                f"{what} averages of parameters. Received: "
                 f"average={self.average!r}, average_state={self.average_state}, "
-                f"fragments={self.fragments}, overlap={self.overlap!r}. Use fragments=1 and "
-                "overlap=0, or average='parameters' without average_state."
+                f"fragments={self.fragments}, overlap={self.overlap!r}. Use average='parameters' "
+                "without average_state, or none of these."
             )
 
     def members(self, local_ranks: Sequence[int]) -> list[list[int]]:
@@ -168,9 +176,9 @@ class LocalSGD(Exchange):
 
     def refuse(self, options: GradientOptions, nonfinite: str, where: str) -> None:
         """Raise a ConfigError for what averages do not allow; see `Exchange.refuse`."""
-        if self.is_overlapped:
-            refuse_quantized(options.compression, "LocalSGD with fragments or overlap")
         refuse_low_rank(options.compression, where)
+        if isinstance(options.compression, SparseCompressor):
+            self._require_parameters("Compression.sparse needs")
         if nonfinite == "skip" and self.average == "gradients":
             raise ConfigError(
                 "nonfinite='skip' excludes average='gradients'. Received: nonfinite='skip' with "

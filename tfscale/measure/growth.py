@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from tfscale.config import ConfigError, require
 
-Rule = Literal["robust", "thesis", "peak"]
+Rule = Literal["robust", "thesis", "peak", "seesaw"]
 RateRule = Literal["linear", "sqrt", "none"]
 Signal = Literal["theta", "noise_scale"]
-_RULES: tuple[Rule, ...] = ("robust", "thesis", "peak")
+_RULES: tuple[Rule, ...] = ("robust", "thesis", "peak", "seesaw")
 # The factor of the learning rate, from that of the batch size.
 RATE_RULES: dict[RateRule, Callable[[float], float]] = {
     "linear": lambda ratio: ratio,
@@ -78,9 +78,10 @@ class IntervalRule:
     |theta_(n-1)|. "robust" requires two such changes in a row, n >= 3, with finite and positive
     theta in these epochs. "peak" takes the epoch of the largest theta, once two epochs in a row lie
     below it. `low` and `high` limit the interval of the latter two; if none was found by epoch
-    `high`, the interval is `high`.
+    `high`, the interval is `high`. "seesaw" reads none: the batch grows where the rate decays.
 
-    Source: [T] algorithm 3; "peak": [T] 5.4, where the published intervals were read off figures.
+    Source: [T] algorithm 3; "peak": [T] 5.4, where the published intervals were read off figures;
+    "seesaw": Meterez et al. (2025), arXiv 2510.14717.
     """
 
     rule: Rule = "robust"
@@ -182,9 +183,23 @@ class GrowthSettings:
     decay: float = 0.1
     decay_epochs: tuple[int, ...] = ()  # from 0; any given switches `saturation` off
     warmup_epochs: int = 0
+    factor: float = 2.0  # of a growth; "seesaw" divides the rate by it in each of `decay_epochs`
+
+    @property
+    def is_seesaw(self) -> bool:
+        """Whether the batch grows in the epochs in which the rate decays, and takes its half."""
+        return self.rule.rule == "seesaw"
 
     def __post_init__(self) -> None:
         rate_rules = tuple(RATE_RULES)
+        if self.is_seesaw and (
+            not self.decay_epochs or self.interval is not None or self.signal != "theta"
+        ):
+            raise ConfigError(
+                "rule='seesaw' needs decay_epochs, and no other reason to grow. Received: "
+                f"decay_epochs={self.decay_epochs}, interval={self.interval}, "
+                f"signal={self.signal!r}. Pass the epochs in which a schedule would halve the rate."
+            )
         _check(
             self,
             ("learning_rate_rule", f"one of {rate_rules}", self.learning_rate_rule in rate_rules),
@@ -290,8 +305,11 @@ class GrowthControl:
         reasons: list[str] = []
         if n >= 1:
             self.costs = [*self.costs, measures.cost][-2 * self.settings.window :]
-            reasons += self._look_for_interval(n, theta, n_before)
-            reasons += self._decay(epoch) or self._grow(n, measures)
+            if self.settings.is_seesaw:
+                reasons += self._grow_by_decay(epoch, measures)
+            else:
+                reasons += self._look_for_interval(n, theta, n_before)
+                reasons += self._decay(epoch) or self._grow(n, measures)
         return Decision(self.batch_size, self.rate_scale, theta, self.interval, tuple(reasons))
 
     def _look_for_interval(self, n: int, theta: float, n_before: int) -> list[str]:
@@ -332,6 +350,29 @@ class GrowthControl:
         if self.interval is None or passed % self.interval:
             return ""
         return f"the interval is {self.interval} epoch{'s' if self.interval > 1 else ''}"
+
+    def _grow_by_decay(self, epoch: int, measures: Measures) -> list[str]:
+        """Double the batch and divide the rate by sqrt(2) where a schedule would halve the rate.
+
+        In general the rate is divided by the factor of growths, and multiplied by the root of this
+        growth: of the last, smaller one, or of none.
+        """
+        why, size = self._decay_due(epoch), self.next_size
+        if not why:
+            return []
+        text = f"the batch stays at {self.batch_size}"
+        if size is not None and not measures.fits:
+            self.has_stopped = True
+            text += f": {size} is not expected to fit memory"
+        before = self.batch_size
+        if self.next_size is not None:
+            self.level += 1
+            text = f"batch {before} -> {self.batch_size}"
+        by_rule = math.sqrt(self.batch_size / before) / self.settings.factor
+        self.rate_scale *= by_rule
+        self.n_decays += 1
+        self.costs = []
+        return [f"{text}, learning rate times {by_rule:g}: {why}"]
 
     def _decay(self, epoch: int) -> list[str]:
         why = self._decay_due(epoch)

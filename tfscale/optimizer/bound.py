@@ -15,6 +15,7 @@ from tfscale.comm import runtime
 from tfscale.config import ConfigError
 from tfscale.exchange.base import Exchange
 from tfscale.exchange.executor import Executor, Request
+from tfscale.exchange.residuals import pending_change
 from tfscale.exchange.states import Saved, SavedStates, Scope, Stateful, saved_together
 from tfscale.exchange.tables import table_of
 from tfscale.internals import optimizers as internals
@@ -261,6 +262,16 @@ class Bound:
         """Restore what `saved` has copied on all ranks. Collective."""
         for state in self._states:
             state.restored(saved)
+        if self.average is None and not saved.is_end:
+            self._apply_pending(saved)
+
+    def _apply_pending(self, saved: SavedStates) -> None:
+        """Apply what groups of an earlier job had not sent in averages: there are none now."""
+        for i, weight in enumerate(saved.scope.weights):
+            pending = pending_change(saved, i, int(np.prod(weight.shape)))
+            if pending is not None:
+                value = np.asarray(weight.numpy())
+                weight.assign(value + pending.reshape(value.shape).astype(value.dtype))
 
     # A step
 

@@ -163,15 +163,20 @@ def int8_s(scenario: Scenario, plan: parts.LayerPlan | None = None) -> float:
     Changes of sharded parameters are sent as int8, too. Rounding changes the result of training, so
     the planner never chooses int8 by itself.
     """
+    return few_bits_s(scenario, _INT8_SHARE, plan or plain_plan(scenario))
+
+
+def few_bits_s(scenario: Scenario, share: float, plan: parts.LayerPlan) -> float:
+    """Return the seconds of a step that sends a share of the bytes of float32."""
     machine = scenario.machine
     sums_s = 1 / machine.reduce_bytes_per_s + _CODES_S_PER_BYTE
     few = replace(
         machine,
-        bytes_per_s=machine.bytes_per_s / _INT8_SHARE,
+        bytes_per_s=machine.bytes_per_s / share,
         host_bytes_per_s=machine.host_bytes_per_s or machine.bytes_per_s,
         reduce_bytes_per_s=1 / sums_s,
     )
-    return simulate(replace(scenario, machine=few), plan or plain_plan(scenario)).step_s
+    return simulate(replace(scenario, machine=few), plan).step_s
 
 
 # One plan

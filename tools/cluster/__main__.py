@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfscale.config import ConfigError, ExchangeError
+from tfscale.plan.slow_links import read_time
 from tools.cluster import control, running
 from tools.cluster.commands import Shape
 from tools.cluster.layout import parse_rate
@@ -37,6 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     shape = argparse.ArgumentParser(add_help=False)
     shape.add_argument("--rate", help="of each link and direction: 1gbit, 250mbit, none")
     shape.add_argument("--delay", type=float, default=0.0, help="milliseconds per link")
+    rtt = "round trip between two nodes, such as 100ms, instead of --delay"
+    shape.add_argument("--rtt", help=rtt)
     shape.add_argument("--loss", type=float, default=0.0, help="percent of packets per link")
     reorder = "percent of packets that are not delayed and overtake others"
     shape.add_argument("--reorder", type=float, default=0.0, help=reorder)
@@ -58,11 +61,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read_shape(options: argparse.Namespace) -> Shape | None:
     """Return the shape that the options name; None without a rate."""
-    quality = (options.delay, options.loss, options.reorder)
+    if options.rtt is not None and options.delay:
+        raise ConfigError(
+            f"--rtt excludes --delay. Received: --rtt {options.rtt} --delay {options.delay:g}. "
+            "A round trip has four delays: leave one out."
+        )
+    # A packet passes two links each way.
+    delay_ms = options.delay if options.rtt is None else 1e3 * read_time(options.rtt) / 4
+    quality = (delay_ms, options.loss, options.reorder)
     if options.rate in (None, "none"):
         if any(quality):
             raise ConfigError(
-                f"--delay, --loss and --reorder need a rate. Received: {options.rate}. "
+                f"--delay, --rtt, --loss and --reorder need a rate. Received: {options.rate}. "
                 "Add --rate 1gbit."
             )
         return None

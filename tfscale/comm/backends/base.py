@@ -118,6 +118,23 @@ class Quantization:
 
 
 @dataclass(frozen=True)
+class Sparsity:
+    """The values that are sent of a sparse sum; see `Compression.sparse`.
+
+    Attributes:
+        share: Share of each chunk's values.
+        chunk: Values of which the largest are sent.
+        decay: Factor of what earlier sums have not sent.
+        cuts: As for `Quantization`; between chunks.
+    """
+
+    share: float
+    chunk: int
+    decay: float
+    cuts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Quantized:
     """Quantised sums, and the errors for the next ones in the order of `Quantization`."""
 
@@ -197,6 +214,24 @@ class Backend(Protocol):
         self.await_variables([v.handle for v in raw], is_write=True)
         for variable, value in zip(raw, reduced, strict=True):
             variable.assign(value)
+
+    def post_coded(
+        self,
+        tensors: Tensors,
+        sums: Any,
+        residuals: Sequence[Any],
+        coding: Quantization | Sparsity,
+        call: Call,
+        reduction: Reduction,
+    ) -> None:
+        """Start reducing tensors into a vector of all, sent with few bits or in part.
+
+        Does not wait: readers of `sums` and `residuals` must call `await_variables` first.
+        `residuals` are variables of what earlier sums have not sent: for each tensor one, and for
+        quantised sums then one for this member's part of each; none if nothing is kept. They are
+        read, and set together with `sums`; a failed sum leaves them as they are.
+        """
+        self.quantized_allreduce(tensors, Quantization(tf.constant(0), 0, ()), call, reduction)
 
     def merge(self, variables: Sequence[Any], vectors: Tensors, weight: float) -> Any:
         """Set each variable to `new + weight * (variable - origin)`.

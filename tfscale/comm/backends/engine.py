@@ -26,6 +26,7 @@ from tfscale.comm.backends.base import (
     Quantized,
     Reduction,
     Rows,
+    Sparsity,
     Tensors,
     Traffic,
 )
@@ -392,6 +393,35 @@ class EngineBackend(Backend):
         )
         attributes = self._reduction(call, "posted allreduce", reduction, tensors)
         self._ops.tfscale_post_allreduce(tensors=list(tensors), **attributes)
+
+    def post_coded(
+        self,
+        tensors: Tensors,
+        sums: Any,
+        residuals: Sequence[Any],
+        coding: Quantization | Sparsity,
+        call: Call,
+        reduction: Reduction,
+    ) -> None:
+        after = tuple(raw_variable(v).handle for v in (sums, *residuals))
+        call = dataclasses.replace(call, after=after, stream=call.stream or "averages")
+        inputs: dict[str, Any] = {
+            "tensors": list(tensors),
+            "cuts": [cut for cuts in coding.cuts for cut in cuts],
+            "prescale": repr(float(reduction.prescale)),
+            "postscale": repr(float(reduction.postscale)),
+        }
+        if isinstance(coding, Quantization):
+            kind = reduction.terms(f"posted quantized allreduce in blocks of {coding.block}")
+            inputs |= {"bits": coding.bits, "block": coding.block}
+            post = self._ops.tfscale_post_quantized_allreduce
+        else:
+            shares = f"{coding.share} of {coding.chunk}, decay {coding.decay}"
+            kind = reduction.terms(f"posted sparse allreduce of {shares}")
+            inputs |= {"share": repr(float(coding.share)), "decay": repr(float(coding.decay))}
+            inputs["chunk"] = coding.chunk
+            post = self._ops.tfscale_post_sparse_allreduce
+        post(**inputs, **self._attributes(call, kind, list(tensors)))
 
     def merge(self, variables: Sequence[Any], vectors: Tensors, weight: float) -> Any:
         if _on_gpu(variables):
