@@ -69,6 +69,7 @@ endif
 # A few minutes: what most mistakes show in. Unit tests side by side, then what needs ranks of its own.
 test: build
 	@$(BIN)/python tools/cpp_tests.py --variants plain --sizes 2,3
+	@$(BIN)/python tools/simulate_engine.py --seconds 20
 	@$(BIN)/python -m pytest tests/unit -n 2 --dist loadfile -m "not slow" $(PYTEST)
 	@RANKS=quick $(BIN)/python -m pytest tests/parallel tests/faults tests/scripts -m quick $(PYTEST)
 
@@ -108,7 +109,7 @@ check: venv
 	@$(BIN)/ruff format --check $(CHECKED)
 	@$(BIN)/ruff check $(CHECKED)
 	@$(BIN)/mypy
-	@$(BIN)/clang-format --dry-run -Werror $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
+	@$(BIN)/clang-format --dry-run -Werror $(wildcard custom_ops/*/*.h custom_ops/*/*.cc custom_ops/*/*/*.h custom_ops/*/*/*.cc)
 	@printf '%s\n' $(wildcard custom_ops/comm/*.cc) | xargs -P 2 -I{} $(BIN)/clang-tidy --quiet {} \
 	  -- -std=c++17 -Icustom_ops -isystem $(VENV)/include
 	@$(BIN)/python -m pytest tests/unit/test_structure.py tests/unit/test_house.py tests/unit/test_error_texts.py tests/unit/test_packaging.py tests/unit/test_prose.py tests/bench -m "not slow"
@@ -116,7 +117,7 @@ check: venv
 format: venv
 	@$(BIN)/ruff format $(CHECKED)
 	@$(BIN)/ruff check --fix $(CHECKED)
-	@$(BIN)/clang-format -i $(wildcard custom_ops/*/*.h custom_ops/*/*.cc)
+	@$(BIN)/clang-format -i $(wildcard custom_ops/*/*.h custom_ops/*/*.cc custom_ops/*/*/*.h custom_ops/*/*/*.cc)
 
 # These need root, for the emulated links; PLACES=memory does without. Results go to $(BENCH).
 # bench-full measures every cell, as long as it takes; all continue where they were interrupted. Cells that

@@ -32,7 +32,10 @@ COPIED = (
     *("README.md", "Makefile", "mkdocs.yml", "pyproject.toml"),
 )
 # They read the sources, and are part of `make check`.
-OF_SOURCES = ("test_structure", "test_house", "test_error_texts", "test_packaging", "test_prose")
+OF_SOURCES = (
+    *("test_structure", "test_house", "test_error_texts", "test_packaging", "test_prose"),
+    "test_simulated_engine",
+)
 # A unit may take longer than expected by this factor.
 SLACK = 1.25
 JOBS = "tests/parallel/test"
@@ -63,6 +66,8 @@ UNITS = (
     Unit("C++", 1.5, ("--variants", "plain"), tool="cpp_tests.py"),
     Unit("C++, address sanitizer", 2.5, ("--variants", "address"), tool="cpp_tests.py"),
     Unit("C++, thread sanitizer", 3.5, ("--variants", "thread"), tool="cpp_tests.py"),
+    Unit("engine, simulated", 6.0, ("--seconds", "300", "--jobs", "2"), tool="simulate_engine.py"),
+    Unit("simulator", 0.5, ("tests/unit/test_simulated_engine.py",), is_of_sources=True),
     Unit(
         "unit",
         9.0,

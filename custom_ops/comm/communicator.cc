@@ -263,7 +263,11 @@ void Transfers::CheckLength(const Info& info, MPI_Status& status) const {
   int error_class = MPI_SUCCESS;
   MPI_Error_class(status.MPI_ERROR, &error_class);
   if (error_class != MPI_ERR_TRUNCATE) {
-    Check(status.MPI_ERROR, "MPI_Testsome");
+    if (status.MPI_ERROR != MPI_SUCCESS) {
+      const std::string peer = " rank " + std::to_string(info.peer) + " of the group";
+      Check(status.MPI_ERROR,
+            ("MPI_Testsome, of a message " + ((info.is_receive ? "from" : "to") + peer)).c_str());
+    }
     if (!info.is_receive) return;
     int bytes = 0;
     Check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");

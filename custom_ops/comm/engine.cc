@@ -101,9 +101,12 @@ Engine::End Engine::Stop() {
   // Threads that submit hold it for a moment. It must end here, on the main
   // thread: least of all on the communication thread, which it joins.
   while (engine.use_count() > 1) std::this_thread::yield();
-  if (!engine) return {};
-  engine->thread_.reset();
-  return {engine->scheduler_->has_left(), engine->scheduler_->leave_failure()};
+  return engine ? engine->Leave() : End();
+}
+
+Engine::End Engine::Leave() {
+  thread_.reset();
+  return {scheduler_->has_left(), scheduler_->leave_failure()};
 }
 
 std::string Engine::WhyForked() const {

@@ -44,6 +44,8 @@ class Engine {
   };
   // Blocking as the destructor.
   static End Stop();
+  // The same of an engine that no other thread uses. Nothing may be called afterwards.
+  End Leave();
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -148,6 +148,7 @@ void ChangeGather::Encode(const Run& run) {
 }
 
 void ChangeGather::Advance(const std::vector<int>& completed) {
+  has_computed_ = false;
   for (int key : completed) spread_->OnCompleted(key);
 }
 
@@ -168,6 +169,7 @@ void ChangeGather::Finish() {
   for (const Run& run : runs_[n_decoded_]) {
     Decode(run, n_decoded_ == static_cast<size_t>(rank()));
   }
+  has_computed_ = true;
   if (++n_decoded_ == runs_.size()) SetDone();
 }
 

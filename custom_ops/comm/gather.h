@@ -113,7 +113,7 @@ class ChangeGather : public Operation {
   void Begin() override;
   void Advance(const std::vector<int>& completed) override;
   void Finish() override;
-  bool has_computed() const override { return n_decoded_ > 0; }
+  bool has_computed() const override { return has_computed_; }
 
  private:
   // One owner's part of a vector; positions in values, and of its code in bytes.
@@ -138,7 +138,8 @@ class ChangeGather : public Operation {
   std::vector<size_t> cuts_{0};         // of the codes, in bytes
   BufferPool::Buffer codes_{nullptr, {}};
   std::optional<Spread> spread_;
-  size_t n_decoded_ = 0;  // segments
+  size_t n_decoded_ = 0;       // segments
+  bool has_computed_ = false;  // in the last step
 };
 
 // Rank r receives part r of the input of every rank, in rank order.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "comm/mpi_env.h"
 #include "comm/task.h"
@@ -12,6 +13,8 @@ namespace {
 // Marks of this many generations ago are kept: collectives may be active
 // while this rank sets a mark.
 constexpr int64_t kKeptGenerations = 4;
+// A mark is one message.
+constexpr size_t kLongest = size_t{1} << 30;
 
 // These hold for good, whatever the generation.
 bool IsFinal(MarkKind kind) {
@@ -28,6 +31,7 @@ std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& t
   const std::string who = "rank " + std::to_string(rank);
   switch (kind) {
     case MarkKind::kStop:
+    case MarkKind::kGivenUp:
       return who + " stopped training after step " + std::to_string(count);
     case MarkKind::kEpochEnd:
       return "ranks have unequal numbers of steps. Received: " + who +
@@ -79,10 +83,19 @@ Marks::Mark Marks::Unpack(const std::vector<int64_t>& data) {
 
 void Marks::Send(MarkKind kind, const RunCounts& counts, const std::string& text) {
   ++generation_;
+  has_seen_all_ = has_seen_all_ || kind == MarkKind::kSeen;
   DropOld();
   Mark mark{incarnation_, generation_, kind, {}, text};
   if (kind == MarkKind::kLeft) mark.counts = past_counts_;
   mark.counts[incarnation_] = counts;
+  SendToAll(mark);
+}
+
+void Marks::Announce(const RunCounts& counts) {
+  SendToAll({incarnation_, generation_, MarkKind::kGivenUp, {{incarnation_, counts}}, ""});
+}
+
+void Marks::SendToAll(const Mark& mark) {
   outgoing_.push_back(Pack(mark));
   for (int i = 1; i < world_.comm->size(); ++i) {
     SendTo((world_.comm->rank() + i) % world_.comm->size(), outgoing_.back());
@@ -90,41 +103,70 @@ void Marks::Send(MarkKind kind, const RunCounts& counts, const std::string& text
 }
 
 void Marks::Notify(int rank, MarkKind kind, const std::string& text) {
+  if (has_seen_all_) return;
   outgoing_.push_back(Pack({incarnation_, generation_, kind, {}, text}));
   SendTo(rank, outgoing_.back());
 }
 
 void Marks::SendTo(int rank, const std::vector<int64_t>& data) {
-  if (!sends_) sends_.emplace(*world_.comm, size_t{1} << 30);
+  if (!sends_) sends_.emplace(*world_.comm, kLongest);
   sends_->SendMessage(data.data(), data.size() * sizeof(int64_t), rank, world_.MarkTag());
 }
 
 bool Marks::Poll() {
   if (sends_ && !sends_->is_empty()) sends_->Poll();
-  if (is_sent()) outgoing_.clear();
-  bool has_moved = false;
+  if (sends_ && is_sent()) {
+    outgoing_.clear();
+    sends_.reset();  // it remembers each message
+  }
+  const int n_before = n_received_;
   while (true) {
     int is_there = 0;
     MPI_Status status;
     Check(MPI_Iprobe(MPI_ANY_SOURCE, world_.MarkTag(), world_.comm->get(), &is_there, &status),
           "MPI_Iprobe");
-    if (!is_there) return has_moved;
+    if (!is_there) break;
     int bytes = 0;
     Check(MPI_Get_count(&status, MPI_BYTE, &bytes), "MPI_Get_count");
-    std::vector<int64_t> data(static_cast<size_t>(bytes) / sizeof(int64_t));
-    Check(MPI_Recv(data.data(), bytes, MPI_BYTE, status.MPI_SOURCE, world_.MarkTag(),
-                   world_.comm->get(), MPI_STATUS_IGNORE),
-          "MPI_Recv");
-    Mark mark = Unpack(data);
-    if (IsNotice(mark.kind)) {
-      for (const Listener& listen : listeners_) listen(status.MPI_SOURCE, mark.kind, mark.text);
+    Receive(status.MPI_SOURCE, static_cast<size_t>(bytes));
+  }
+  if (receives_) TakeArrived();
+  return n_received_ > n_before;
+}
+
+// Its sender may be stopped, or have died, before it sends the rest.
+void Marks::Receive(int sender, size_t bytes) {
+  if (!receives_) receives_.emplace(*world_.comm, kLongest);
+  std::vector<int64_t> data(bytes / sizeof(int64_t));
+  const auto it = incoming_.emplace(n_incoming_++, Incoming{sender, std::move(data), false}).first;
+  receives_->ReceiveMessage(it->second.data.data(), bytes, sender, world_.MarkTag(), it->first);
+}
+
+void Marks::TakeArrived() {
+  receives_->Poll();
+  for (int key : receives_->TakeCompleted()) incoming_.at(key).has_arrived = true;
+  std::set<int> late_senders;  // ranks of which an earlier one has not arrived
+  for (auto it = incoming_.begin(); it != incoming_.end();) {
+    Incoming& next = it->second;
+    if (!next.has_arrived) late_senders.insert(next.sender);
+    if (late_senders.count(next.sender) > 0) {
+      ++it;
       continue;
     }
-    received_[status.MPI_SOURCE].push_back(std::move(mark));
-    ++n_received_;
-    DropOld();
-    has_moved = true;
+    Hear(next.sender, Unpack(next.data));
+    it = incoming_.erase(it);
   }
+  if (incoming_.empty()) receives_.reset();
+}
+
+void Marks::Hear(int sender, Mark mark) {
+  if (IsNotice(mark.kind)) {
+    for (const Listener& listen : listeners_) listen(sender, mark.kind, mark.text);
+    return;
+  }
+  received_[sender].push_back(std::move(mark));
+  ++n_received_;
+  DropOld();
 }
 
 int64_t Marks::CountOf(const Mark& mark, const PlanKey& plan, bool is_patient) const {
@@ -140,6 +182,11 @@ bool Marks::Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, i
                      bool is_patient) const {
   if (mark.kind == MarkKind::kFailed) return true;
   if (mark.kind == MarkKind::kQuiet || mark.kind == MarkKind::kSeen) return false;
+  if (mark.kind == MarkKind::kGivenUp) {
+    const bool is_now = mark.incarnation == incarnation_;
+    return is_now && mark.counts.at(incarnation_).count(plan) > 0 &&
+           execution >= CountOf(mark, plan, is_patient);
+  }
   if (mark.kind != MarkKind::kLeft) {
     if (plan.second == kEager) return false;
     if (mark.incarnation != incarnation_ || mark.number != generation + 1) return false;
@@ -156,7 +203,8 @@ std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, 
       if (!Excludes(mark, plan, execution, generation, is_patient)) continue;
       const int64_t count = CountOf(mark, plan, is_patient);
       const std::string text = Explain(mark.kind, rank, count, mark.text);
-      return mark.kind == MarkKind::kStop ? Status::Stopped(text) : Status::Failed(text);
+      const bool is_stop = mark.kind == MarkKind::kStop || mark.kind == MarkKind::kGivenUp;
+      return is_stop ? Status::Stopped(text) : Status::Failed(text);
     }
   }
   return std::nullopt;
@@ -173,7 +221,8 @@ void Marks::DropOld() {
   const auto is_old = [this](const Mark& mark) {
     if (IsFinal(mark.kind)) return false;
     return mark.incarnation < incarnation_ ||
-           (mark.incarnation == incarnation_ && mark.number + kKeptGenerations <= generation_);
+           (mark.kind != MarkKind::kGivenUp && mark.incarnation == incarnation_ &&
+            mark.number + kKeptGenerations <= generation_);
   };
   for (auto& [rank, marks] : received_) {
     marks.erase(std::remove_if(marks.begin(), marks.end(), is_old), marks.end());
@@ -191,6 +240,15 @@ std::vector<int> Marks::Without(MarkKind kind) const {
     if (r != world_.comm->rank() && !has) ranks.push_back(r);
   }
   return ranks;
+}
+
+std::vector<int> Marks::Unquiet() const {
+  std::set<int> ranks;
+  if (sends_) {
+    for (int rank : sends_->PendingPeers()) ranks.insert(rank);
+  }
+  for (const auto& [key, next] : incoming_) ranks.insert(next.sender);
+  return {ranks.begin(), ranks.end()};
 }
 
 int Marks::n_failed() const {

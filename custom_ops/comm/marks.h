@@ -24,6 +24,7 @@ namespace tfscale {
 // kSeen: after kQuiet, when the rank has that of all others and needs nothing more from them.
 // kPing, kAlive and kWaiting are notices and change no count: a rank that waits asks
 // another whether it lives (answered by kAlive), and reports that it waits. kTraffic: see Traffic.
+// kGivenUp: as a rank has stopped, this one never completes the runs of some plans: see Announce.
 enum class MarkKind : int {
   kEpochEnd = 0,
   kStop = 1,
@@ -34,7 +35,8 @@ enum class MarkKind : int {
   kAlive = 6,
   kWaiting = 7,
   kSeen = 8,
-  kTraffic = 9
+  kTraffic = 9,
+  kGivenUp = 10
 };
 
 // Names a plan alike on all ranks: group id and plan index; index kEager for
@@ -56,9 +58,13 @@ class Marks {
 
   // Sends a mark to all other ranks. Non-blocking. `text` says why a rank failed.
   void Send(MarkKind kind, const RunCounts& counts, const std::string& text = "");
-  // Receives what has arrived; true if anything did.
+  // The same at once, in the middle of a step that is given up, for plans whose runs this rank will
+  // not complete in this incarnation. Others may wait in them, and this rank for others.
+  void Announce(const RunCounts& counts);
+  // Receives what has arrived; true if anything did. Non-blocking.
   bool Poll();
-  // Sends a notice to one rank. Non-blocking.
+  // Sends a notice to one rank. Non-blocking. After the mark kSeen nothing is sent: it may be the
+  // last that the others wait for.
   void Notify(int rank, MarkKind kind, const std::string& text = "");
   // `listen` is called by Poll with each notice and its sender, as are those of earlier calls.
   using Listener = std::function<void(int rank, MarkKind kind, const std::string& text)>;
@@ -74,11 +80,11 @@ class Marks {
   std::vector<int> Without(MarkKind kind) const;
   // Other ranks that have failed.
   int n_failed() const;
-  // All marks of this rank have been taken over by MPI or the peers.
-  bool is_sent() const { return !sends_ || sends_->is_empty(); }
+  // All marks of this rank have been taken over by MPI or the peers, and none is on its way here.
+  bool is_quiet() const { return is_sent() && incoming_.empty(); }
 
-  // Ranks that have not taken a mark yet.
-  std::vector<int> Untaken() const { return sends_ ? sends_->PendingPeers() : std::vector<int>(); }
+  // Ranks that have not taken a mark yet, or have not sent one that they have begun to send.
+  std::vector<int> Unquiet() const;
 
   // Why the collective number `execution` of `plan`, posted in `generation`,
   // will not be joined by one of `ranks`; nothing if it may be. Of a patient plan
@@ -97,6 +103,17 @@ class Marks {
     std::string text;
   };
 
+  // A message that is being received: a long one comes when its sender has been told to send it.
+  struct Incoming {
+    int sender;
+    std::vector<int64_t> data;
+    bool has_arrived;
+  };
+
+  bool is_sent() const { return !sends_ || sends_->is_empty(); }
+  void Receive(int sender, size_t bytes);
+  void TakeArrived();
+  void Hear(int sender, Mark mark);
   static std::vector<int64_t> Pack(const Mark& mark);
   static Mark Unpack(const std::vector<int64_t>& data);
   // Runs of `plan` that the mark counts where this rank is: in its incarnation, or since the start.
@@ -104,6 +121,7 @@ class Marks {
   bool Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, int64_t generation,
                 bool is_patient) const;
   void DropOld();
+  void SendToAll(const Mark& mark);
   void SendTo(int rank, const std::vector<int64_t>& data);
 
   const Group& world_;
@@ -115,6 +133,10 @@ class Marks {
   // Pending messages: their data must stay in place.
   std::list<std::vector<int64_t>> outgoing_;
   std::optional<Transfers> sends_;
+  std::map<int, Incoming> incoming_;  // by key of the transfer, in the order of arrival
+  std::optional<Transfers> receives_;
+  int n_incoming_ = 0;
+  bool has_seen_all_ = false;  // has sent kSeen
   std::vector<Listener> listeners_;
 };
 

@@ -86,10 +86,6 @@ class PlanQueue {
     return under_way_[static_cast<size_t>(slot)] == UnderWay::kEarly;
   }
   bool is_waiting() const { return n_waiting_ > 0; }
-  // The next slot has arrived, but the window has no room beside the active ones.
-  bool is_next_here() const {
-    return is_agreed_ && n_under_way_ > 0 && !waiting_[next_slot_].empty();
-  }
   // The next slot has arrived, whatever keeps it from starting.
   bool is_next_due() const { return n_waiting_ > 0 && !waiting_[next_slot_].empty(); }
   bool is_idle() const { return n_waiting_ == 0 && n_under_way_ == 0 && n_early_ == 0; }
@@ -102,6 +98,8 @@ class PlanQueue {
   int64_t n_executions() const;
   // How often all slots have arrived, without runs that failed here.
   int64_t n_complete_executions() const;
+  // All slots of each run have arrived.
+  bool is_whole() const { return n_executions() == n_complete_executions(); }
   // The slot that keeps later ones from starting.
   const std::string& next_slot_name() const { return spec_.slots[next_slot_]; }
   // World ranks whose plan is still awaited.

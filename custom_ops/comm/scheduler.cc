@@ -126,8 +126,8 @@ void Scheduler::Accept(Task task) {
       PlanQueue& queue = QueueOf(task.plan);
       if (!queue.interruption().ok()) {
         GiveUp(task, queue.interruption());
-      } else if (task.is_cancelled && *task.is_cancelled && !is_stopping()) {
-        GiveUp(task, StepFailedHere());
+      } else if (task.is_cancelled && *task.is_cancelled) {
+        GiveUp(task, WhyStopping().value_or(StepFailedHere()));
       } else if (task.is_cancelled && queue.is_running(task.slot)) {
         // Its op waits, so that call has not ended: their collectives would be mixed up.
         Fail(

@@ -6,6 +6,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -102,8 +103,11 @@ class Scheduler {
   // Tells the launcher why a collective failed: the program may catch the error and end well.
   void ReportFailed(const Status& why);
   static Status StepFailedHere();
-  bool is_stopping() const;
+  // Why all ranks give a step up; nothing while they do not.
+  std::optional<Status> WhyStopping() const;
   std::optional<Status> WhyGivenUp(const Task& task);
+  // Tells the other ranks which runs will not be completed here.
+  void AnnounceGivenUp();
   bool is_patient(const Task& task) const;
   void CheckStalls();
   void CountWaiting();
@@ -124,6 +128,7 @@ class Scheduler {
   std::map<int, int64_t> n_eager_;  // calls by group
   int incarnation_ = 0;
   int64_t n_given_up_ = 0;
+  RunCounts announced_;  // in this incarnation
   Status failure_;
   StallWatch stalls_;
   StatusFile status_file_;

@@ -68,11 +68,13 @@ void Scheduler::EndAll(const Status& why) {
 }
 
 void Scheduler::Mark(MarkKind kind) {
-  // A rank that leaves in the middle of a run takes no further part in this run.
-  const bool is_leaving = kind == MarkKind::kLeft;
+  // A rank that leaves in the middle of a run takes no further part in this run. Nor does one that
+  // has given up a step: what it had not posted by then never comes.
+  const bool is_over = kind == MarkKind::kLeft || n_given_up_ > 0;
   RunCounts counts;
   for (const auto& [id, queue] : queues_) {
-    counts[queue->key()] = is_leaving ? queue->n_complete_executions() : queue->n_executions();
+    const bool is_whole = is_over && (kind == MarkKind::kLeft || !queue->is_patient());
+    counts[queue->key()] = is_whole ? queue->n_complete_executions() : queue->n_executions();
   }
   for (const auto& [group, n_calls] : n_eager_) counts[{group, kEager}] = n_calls;
   marks_.Send(kind, counts);
@@ -95,6 +97,7 @@ void Scheduler::StartIncarnation(int incarnation) {
   }
   incarnation_ = incarnation;
   n_given_up_ = 0;
+  announced_.clear();
   RunCounts counts;
   for (auto& [id, queue] : queues_) {
     if (queue->is_patient()) continue;
@@ -159,10 +162,10 @@ bool Scheduler::StepLeave() {
     // last mark may be lost, too, and nothing is needed of a rank that does not wait for it.
     const bool is_seen = seen_at_ && (marks_.Without(MarkKind::kSeen).empty() ||
                                       Clock::now() - *seen_at_ > kLastWait);
-    has_left_ = is_seen && marks_.is_sent();
+    has_left_ = is_seen && marks_.is_quiet();
     // A rank that has not received a mark has not left: others must not be asked any more.
     if (!has_left_) {
-      stalls_.LookAtEnd(Clock::now(), unquiet.empty() ? marks_.Untaken() : unquiet);
+      stalls_.LookAtEnd(Clock::now(), unquiet.empty() ? marks_.Unquiet() : unquiet);
     }
   } catch (const std::exception& error) {
     Fail(error.what());
@@ -192,21 +195,36 @@ void Scheduler::ReportFailed(const Status& why) {
 
 Status Scheduler::StepFailedHere() { return Status::Failed("The step failed on this rank."); }
 
-// All ranks give this step up, with all collectives that some of them have not
-// begun. Those that a smaller group has begun together must end on all its members.
-bool Scheduler::is_stopping() const {
-  return std::any_of(queues_.begin(), queues_.end(), [](const auto& entry) {
-    return entry.second->interruption().code == StatusCode::kStopped;
-  });
+std::optional<Status> Scheduler::WhyStopping() const {
+  for (const auto& [id, queue] : queues_) {
+    if (queue->interruption().code == StatusCode::kStopped) return queue->interruption();
+  }
+  return std::nullopt;
 }
 
 void Scheduler::GiveUpWaiting(int plan) {
   const auto found = queues_.find(plan);
-  if (found == queues_.end() || is_stopping()) return;
+  if (found == queues_.end()) return;
+  const std::optional<Status> stop = WhyStopping();
+  // All ranks give this step up. In a smaller group, of which none has stopped, a run ends well
+  // where all its slots have come on all members. Else those to whom they have come are told.
+  if (stop) AnnounceGivenUp();
+  if (stop && found->second->is_whole()) return;
   for (Task& task : found->second->TakeIf([](const Task&) { return true; })) {
     found->second->Uncount(task);
-    GiveUp(task, StepFailedHere());
+    GiveUp(task, stop.value_or(StepFailedHere()));
   }
+}
+
+void Scheduler::AnnounceGivenUp() {
+  RunCounts counts;
+  for (const auto& [id, queue] : queues_) {
+    const bool is_going_on = queue->is_whole() && queue->interruption().ok();
+    if (is_going_on || queue->is_patient()) continue;
+    counts[queue->key()] = queue->n_complete_executions();
+  }
+  if (!counts.empty() && counts != announced_) marks_.Announce(counts);
+  announced_ = std::move(counts);
 }
 
 void Scheduler::GiveUpStranded() {
@@ -227,7 +245,10 @@ void Scheduler::GiveUpHopeless() {
     }
     Task task = std::move(*it);
     it = active_.erase(it);
-    if (task.plan != kEager) queues_.at(task.plan)->OnFinished(task);
+    if (task.plan != kEager) {
+      queues_.at(task.plan)->OnFinished(task);
+      queues_.at(task.plan)->Uncount(task);
+    }
     ReportFailed(*why);
     GiveUp(task, *why);
   }
@@ -240,6 +261,7 @@ void Scheduler::GiveUpHopeless() {
     });
     for (size_t i = 0; i < tasks.size(); ++i) {
       ReportFailed(reasons[i]);
+      queue->Uncount(tasks[i]);
       GiveUp(tasks[i], reasons[i]);
     }
   }

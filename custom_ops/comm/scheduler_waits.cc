@@ -82,7 +82,8 @@ void Scheduler::CheckStalls() {
   };
   for (const Task& task : active_) look(task, true);
   for (const auto& [id, queue] : queues_) {
-    if (queue->is_next_here()) continue;  // They wait for active tasks, which have been looked at.
+    // They wait for active tasks, or for slots whose inputs may be the results of such.
+    if (oldest != nullptr && is_active) break;
     queue->ForEachWaiting([&](const Task& task) { look(task, false); });
   }
   if (oldest != nullptr) {

@@ -15,6 +15,10 @@ namespace {
 constexpr double kAnswerS = 0.1;
 // A communication thread that waits looks many times a second.
 constexpr double kStoppedS = 5;
+// A rank that waits for ranks which answer gives up later, by this share of the limit or so many
+// seconds: they may wait for one that does not answer, and name it.
+constexpr double kGrace = 0.25;
+constexpr double kLongestGraceS = 30;
 
 std::string Seconds(Clock::duration time) {
   const int64_t tenths = std::chrono::duration_cast<std::chrono::milliseconds>(time).count() / 100;
@@ -67,7 +71,11 @@ void StallWatch::Look(Clock::time_point now, Clock::time_point posted,
   const bool is_late = waited >= FromSeconds(options_.stall_warning_s) && now >= next_report_;
   if (!is_over && !is_late && now < next_question_) return;
   const Wait wait = describe();
-  if (!is_over && !is_late) {
+  const Clock::duration grace =
+      FromSeconds(std::min(options_.stall_shutdown_s * kGrace, kLongestGraceS) + kAnswerS);
+  const bool must_end = is_over && (waited - grace >= FromSeconds(options_.stall_shutdown_s) ||
+                                    !Silent(now, wait.ranks, FromSeconds(kAnswerS)).empty());
+  if (!must_end && !is_late) {
     Ask(now, wait.ranks);
     return;
   }
@@ -75,7 +83,7 @@ void StallWatch::Look(Clock::time_point now, Clock::time_point posted,
   const std::string text = roster_.Name(rank_) + " has waited " + Seconds(waited) + " in " +
                            wait.what + ": " + Explain(wait, now);
   Complain(wait, text);
-  if (is_over) {
+  if (must_end) {
     throw CommError("No answer within the time limit (TFSCALE_STALL_SHUTDOWN_S): " + text);
   }
 }

@@ -1,0 +1,36 @@
+// Short trainings on simulated ranks: random plans, steps, ends and faults, and what must hold.
+#ifndef TFSCALE_TEST_SIM_TRAINING_H_
+#define TFSCALE_TEST_SIM_TRAINING_H_
+
+#include <cstdint>
+#include <string>
+
+#include "test/sim/world.h"
+
+namespace sim {
+
+// Which kinds of runs may be drawn.
+struct Choice {
+  int n_ranks = 0;  // 0: drawn
+  int n_plans = 0;
+  int n_steps = 0;
+  bool has_marks = true;   // ranks that stop, end early, fail or leave
+  bool has_faults = true;  // deaths and other faults
+};
+
+struct Result {
+  std::string violation;  // "" if all invariants hold
+  std::string scenario;   // in words
+  uint64_t digest = 0;    // of all that happened
+  int64_t n_ticks = 0;
+  int64_t n_collectives = 0;
+  int64_t n_ok = 0;
+  Time end = 0;
+};
+
+// Equal seeds and choices give equal runs.
+Result RunTraining(uint64_t seed, const Choice& choice, bool is_logged);
+
+}  // namespace sim
+
+#endif  // TFSCALE_TEST_SIM_TRAINING_H_

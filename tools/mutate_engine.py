@@ -1,0 +1,177 @@
+"""Mutation test of the engine in the simulator: break one operator or bound at random places.
+
+    python tools/mutate_engine.py --seed 7cd378f2 [--places 30] [--only 3,4] [--list]
+    python tools/mutate_engine.py --seed 7cd378f2 --fixes     # mistakes that were mended, put back
+
+The seed, usually the first eight hex digits of a commit, chooses the places. Each mutant of one
+source is linked with the other objects of the simulator (tools/simulate_engine.py), which then runs
+seeds until an invariant is violated, the engine crashes, or two minutes are over: a survivor.
+Results are written to `build/mutation-engine.json` after each place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import simulate_engine
+from mutate import ROOT, Place, cpp_places
+
+OUTPUT = ROOT / "build" / "mutation-engine.json"
+FILES = (
+    *("scheduler", "scheduler_end", "scheduler_waits", "marks", "pending", "plan_queue"),
+    *("reduction", "gather", "relay", "host_memory", "host_vectors"),
+)
+# Mistakes that were mended, put back: a file, what stands there, and what stood there.
+FIXES = {
+    "early gathers send beside others": (
+        "scheduler",
+        "if (task.may_overtake) task.operation->Hold(is_held && is_early(task));",
+        "",
+    ),
+    "a rank leaves before the others have seen that it is quiet": (
+        "scheduler_end",
+        "has_left_ = is_seen && marks_.is_quiet();",
+        "has_left_ = unquiet.empty() && marks_.is_quiet();",
+    ),
+    "a failed step counts as a run": (
+        "scheduler_end",
+        "    found->second->Uncount(task);\n",
+        "",
+    ),
+    "a rank that leaves forgets earlier incarnations": (
+        "marks",
+        "if (kind == MarkKind::kLeft) mark.counts = past_counts_;",
+        "",
+    ),
+    "a stop ends what a smaller group has begun": (
+        "scheduler_end",
+        "  if (stop && found->second->is_whole()) return;\n",
+        "",
+    ),
+    "a stop leaves incomplete runs waiting": (
+        "scheduler_end",
+        "if (stop) AnnounceGivenUp();",
+        "if (stop) return;",
+    ),
+    "marks count incomplete runs": (
+        "scheduler_end",
+        "kind == MarkKind::kLeft || n_given_up_ > 0;",
+        "kind == MarkKind::kLeft;",
+    ),
+    "notices after the last mark": ("marks", "if (has_seen_all_) return;", ""),
+    "a decoded change gather seems to move": ("gather", "  has_computed_ = false;\n", ""),
+}
+# Seeds in a process, which ends after so long: a mutant may never end.
+BATCH, BATCH_S = 100, 40.0
+
+
+def places() -> list[Place]:
+    """Return all places, in a fixed order."""
+    found: list[Place] = []
+    for name in FILES:
+        path = ROOT / "custom_ops" / "comm" / f"{name}.cc"
+        found += cpp_places(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+    return found
+
+
+def build_fix(name: str, folder: Path) -> Path:
+    """Compile the source without a fix; return the simulator that is linked with it."""
+    stem, new, old = FIXES[name]
+    text = (ROOT / "custom_ops" / "comm" / f"{stem}.cc").read_text(encoding="utf-8")
+    if new not in text:
+        raise ValueError(f"{stem}.cc must have the fix of {name!r}. Received no {new!r}.")
+    source = folder / f"{stem}.cc"
+    source.write_text(text.replace(new, old), encoding="utf-8")
+    return simulate_engine.build(replaced=source)
+
+
+def build_mutant(place: Place, folder: Path) -> Path:
+    """Compile the changed source; return the simulator that is linked with it."""
+    lines = (ROOT / place.file).read_text(encoding="utf-8").splitlines(keepends=True)
+    line, end = lines[place.line - 1], place.column + len(place.old)
+    lines[place.line - 1] = line[: place.column] + place.new + line[end:]
+    source = folder / Path(place.file).name
+    source.write_text("".join(lines), encoding="utf-8")
+    return simulate_engine.build(replaced=source)
+
+
+def find_violation(program: Path, seconds: float, first_seed: int) -> str:
+    """Run seeds for so long; return the first violation, or an empty string."""
+    end, seed = time.monotonic() + seconds, first_seed
+    while time.monotonic() < end:
+        command = [str(program), "--seed", str(seed), "--count", str(BATCH), "--stops", "1"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=BATCH_S, errors="replace"
+            )
+        except subprocess.TimeoutExpired:
+            return f"no end after {BATCH_S:.0f} s"
+        if done.returncode < 0:
+            return f"the engine ended by signal {-done.returncode}"
+        if done.returncode > 0:
+            return next(li for li in done.stdout.splitlines() if li.startswith("VIOLATION"))
+        seed += BATCH
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Test the mutants; return 1 if one survives."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", required=True, help="hex digits, as of a commit")
+    parser.add_argument("--places", type=int, default=30)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each mutant")
+    parser.add_argument("--fixes", action="store_true", help="put mended mistakes back instead")
+    parser.add_argument("--only", default="", help="comma-separated numbers of places")
+    parser.add_argument("--list", action="store_true", help="say what would be changed")
+    options = parser.parse_args(argv)
+    folder = ROOT / "build" / "sim-mutants"
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = random.Random(int(options.seed, 16)).sample(places(), options.places)
+    mutants = {
+        f"{number:2} {place.file}:{place.line}: {place.old} -> {place.new}": partial(
+            build_mutant, place, folder
+        )
+        for number, place in enumerate(chosen)
+    }
+    if options.fixes:
+        mutants = {
+            f"{n:2} {name}": partial(build_fix, name, folder) for n, name in enumerate(FIXES)
+        }
+    wanted = set(map(int, options.only.split(","))) if options.only else set(range(len(mutants)))
+    simulate_engine.build()
+    results = []
+    for number, (what, build) in enumerate(mutants.items()):
+        if number not in wanted:
+            continue
+        if options.list:
+            print(what)
+            continue
+        start = time.monotonic()
+        try:
+            program = build()
+        except simulate_engine.native.BuildError:
+            found = "does not compile"
+        else:
+            start = time.monotonic()
+            found = find_violation(program, options.seconds, int(options.seed, 16) % 10**6)
+        seconds = time.monotonic() - start
+        print(f"{what}: {found[:150] or 'SURVIVES'} ({seconds:.0f} s)", flush=True)
+        results.append({"mutant": what, "found": found, "seconds": seconds})
+        OUTPUT.write_text(json.dumps(results, indent=2))
+    survivors = sum(not result["found"] for result in results)
+    print(f"{len(results) - survivors} of {len(results)} mutants were caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    os.nice(5)
+    sys.exit(main())
