@@ -34,7 +34,7 @@ FILES = (
 FIXES = {
     "early gathers send beside others": (
         "scheduler",
-        "if (task.may_overtake) task.operation->Hold(is_held && is_early(task));",
+        "if (task.may_overtake) task.operation->SetPace(is_early(task) ? early : Pace::kFree);",
         "",
     ),
     "a rank leaves before the others have seen that it is quiet": (

@@ -119,6 +119,7 @@ void SparseReduction::Encode(const Run& run) {
   float factor = static_cast<float>(args_.prescale);
   if (!sources_.empty()) {
     std::vector<const void*> parts;
+    parts.reserve(sources_.size());
     for (const char* source : sources_) parts.push_back(source + run.value * sizeof(float));
     Reduce(parts, host_sum_.get(), run.count, DType::kFloat32, ReduceOp::kSum, 1.0);
     in = reinterpret_cast<const float*>(host_sum_.get());
