@@ -51,7 +51,7 @@ def test_claims_are_those_of_the_studies(evidence):
 def advised(model, may_lose, n_ranks=4, machine=MACHINE):
     table = published(model) if isinstance(model, str) else model
     text = advise(Scenario(table, machine, n_ranks, 128, 1), may_lose)
-    (line,) = (line for line in text.splitlines() if "advised" in line)
+    (line,) = (line for line in text.splitlines() if "| advised" in line)
     return line.split("|")[1].strip(), text
 
 

@@ -431,7 +431,9 @@ std::shared_ptr<Flight> Program::Post(const SlotSpec& spec, int group, int plan,
                  std::to_string(plan) + ", run " + std::to_string(execution) + " of incarnation " +
                  std::to_string(incarnation);
   std::shared_ptr<Flight>& last = last_[{plan, slot}];
-  if (last && last->status.ok() && last->n_done == 1) flight->work->Follow(*last->work);
+  // Eager calls share a place, but not all of them are of the same vectors.
+  const bool is_same = last && last->spec == flight->spec;
+  if (is_same && last->status.ok() && last->n_done == 1) flight->work->Follow(*last->work);
   last = flight;
   tfscale::Call call;
   call.name = NameOf(spec.kind);
