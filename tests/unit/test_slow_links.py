@@ -87,6 +87,9 @@ def test_sparse_averages_send_less_than_all_others():
     assert sparse.sent_bytes == pytest.approx(3 * 0.72e6 / 30, rel=0.02)
     assert sparse.step_s == min(o.step_s for o in options.values())
     assert options["exact"].step_s > 100  # two minutes
+    # At 1.25 MB/s the bytes take as long as the step, which waits for nothing else.
+    for name in ("exact", "int8 gradients"):
+        assert options[name].sent_bytes / 1.25e6 == pytest.approx(options[name].step_s, rel=0.1)
 
 
 def test_command(capsys):

@@ -181,6 +181,17 @@ def lower_bound_s(scenario: Scenario) -> float:
     return max(compute, least / rate)
 
 
+def plan_bytes(scenario: Scenario, plan: LayerPlan) -> float:
+    """The bytes that a rank sends in a step of a plan."""
+    table = scenario.table
+    total = 0.0
+    for part in plan.parts:
+        for parameter in (table.parameters[number] for number in part.parameters):
+            share = parameter.n_values / max(1, table.layers[parameter.layer].n_values)
+            total += share * sent_bytes(scenario, parameter.layer, part.kind)
+    return total
+
+
 def memory_bytes(scenario: Scenario, plan: LayerPlan) -> float:
     """Return a rank's bytes for parameters, gradients, optimizer state and exchanges."""
     total, n_ranks = 0.0, scenario.n_ranks

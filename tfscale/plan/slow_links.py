@@ -15,6 +15,7 @@ from tfscale.plan.costs import Scenario
 from tfscale.plan.forecast import few_bits_s, grid
 from tfscale.plan.layers import LayerTable
 from tfscale.plan.machines import Machine
+from tfscale.plan.parts import plan_bytes
 
 # Shares of the bytes of float32: codes of a block, and its scale; of sparse chunks.
 _SHARES = {"int8": 258 / 1024, "int4": 34 / 256, "sparse": 116 / 16384}
@@ -130,16 +131,15 @@ def with_links(machine: Machine, bytes_per_s: float, rtt_s: float | None) -> Mac
 
 def options_of(scenario: Scenario) -> list[Option]:
     """Return the ways to train a model on some ranks, each with the evidence for its kind."""
-    kind, n_bytes = kind_of(scenario.table), 4.0 * scenario.table.n_values
-    n = scenario.n_ranks
+    kind, n = kind_of(scenario.table), scenario.n_ranks
     choice = choose(scenario)
-    share = 2 * (n - 1) / n
+    n_bytes = plan_bytes(scenario, choice.plan)
     exact = choice.predicted
-    options = [Option("exact", 'exchange="auto"', exact.step_s, share * n_bytes, is_exact=True)]
+    options = [Option("exact", 'exchange="auto"', exact.step_s, n_bytes, is_exact=True)]
     for bits in ("int8", "int4"):
         step_s = few_bits_s(scenario, _SHARES[bits], choice.plan)
         code = f"compression=tfscale.Compression.{bits}"
-        sent = share * n_bytes * _SHARES[bits]
+        sent = n_bytes * _SHARES[bits]
         options.append(Option(f"{bits} gradients", code, step_s, sent, _find(bits, kind, 1)))
     return [*options, *_local(scenario, exact.compute_s, kind)] if n > 1 else options
 
