@@ -391,7 +391,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the layer is built, and each rank holds some of its rows."""
+        """True if the layer is built, and each rank holds some of its rows."""
         return self.built and isinstance(self._embeddings, TableRows)
 
     @property

@@ -194,7 +194,7 @@ class GroupAverage:
         return Saved(arrays, entries={"pending": pending})
 
     def _in_flight(self, target: keras.Variable) -> list[Any]:
-        """Return what was sent of a target, what arrives of it, and its common value; or nothing.
+        """The sent vector of a target, the one that arrives, and its common value; or nothing.
 
         The first two are vectors that hold it from `_place_in_message` on.
         """

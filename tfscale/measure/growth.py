@@ -187,7 +187,7 @@ class GrowthSettings:
 
     @property
     def is_seesaw(self) -> bool:
-        """Whether the batch grows in the epochs in which the rate decays, and takes its half."""
+        """True if the batch grows in the epochs in which the rate decays, and takes its half."""
         return self.rule.rule == "seesaw"
 
     def __post_init__(self) -> None:
