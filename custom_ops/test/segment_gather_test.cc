@@ -2,11 +2,13 @@
 // bring.
 #include <algorithm>
 #include <cmath>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/c_api.h"
+#include "comm/gather.h"
 #include "comm/pending.h"
 #include "comm/quantize.h"
 #include "test/job.h"
@@ -54,6 +56,22 @@ struct Parts {
   }
 };
 
+// Tells when it begins: in its turn or early.
+class ToldGather : public SegmentGather {
+ public:
+  ToldGather(const Parts& parts, std::promise<void>* begun)
+      : SegmentGather(parts.buffer->data(), parts.cuts), begun_(begun) {}
+
+ protected:
+  void Begin() override {
+    SegmentGather::Begin();
+    begun_->set_value();
+  }
+
+ private:
+  std::promise<void>* begun_;
+};
+
 // Posts a gather that brings the value of `variable`, as the op does.
 void PostFor(const Parts& parts, const Place& place) {
   Pending().Begin({&variable});
@@ -99,40 +117,49 @@ TEST(SegmentsOfAnyLengths) {
 TEST(AGatherThatStartedEarlyIsHeldWhileOthersSend) {
   Job job(OptionsWith({1, 0}));
   const int plan = job.engine().plans().Create(0, "held");
-  for (const char* name : {"sum", "parameters"}) job.engine().plans().AddSlot(plan, name);
+  // Until all slots before its own have started, a gather is early.
+  for (const char* name : {"sum", "last sum", "parameters"}) {
+    job.engine().plans().AddSlot(plan, name);
+  }
   const Parts parts(EvenCuts(job.size(), 200 * 640), job.rank(), 0);
-  const Place of_sum{"sum", 0, plan, 0}, of_gather{"parameters", 0, plan, 1, true};
+  const Place of_gather{"parameters", 0, plan, 2, true};
   const std::vector<float> one(1, 1.0f);
-  std::vector<float> total(1);
-  const auto post_sum = [&] {
+  std::vector<float> totals(2);
+  const auto post_sum = [&](int slot) {
     ReductionArgs args;
     args.inputs = {one.data()};
-    args.outputs = {total.data()};
+    args.outputs = {totals.data() + slot};
     args.counts = {1};
-    return Post(MakeReduction(std::move(args)), of_sum);
+    return Post(MakeReduction(std::move(args)), Place{"sum", 0, plan, slot});
   };
   char word = 'x';
   const auto tell = [&] { return Post(MakeBroadcast(&word, &word, 1, 0), Place{"told"}); };
   // A plan starts nothing early before its first run.
-  std::future<Status> sum = post_sum();
-  std::future<Status> gather = Post(parts.Gather(), of_gather, parts.buffer);
-  CHECK_OK(std::move(sum));
-  CHECK_OK(std::move(gather));
+  std::vector<std::future<Status>> calls;
+  for (int slot = 0; slot < 2; ++slot) calls.push_back(post_sum(slot));
+  calls.push_back(Post(parts.Gather(), of_gather, parts.buffer));
+  for (std::future<Status>& call : calls) CHECK_OK(std::move(call));
+  calls.clear();
   if (job.rank() == 0) {
     // It sends little, as nothing comes from others, and nothing from the sum on.
-    gather = Post(parts.Gather(), of_gather, parts.buffer);
-    sum = post_sum();
+    std::promise<void> begun;
+    OperationHandle gather(new ToldGather(parts, &begun), [](Operation* told) { delete told; });
+    calls.push_back(Post(std::move(gather), of_gather, parts.buffer));
+    begun.get_future().wait();
+    calls.push_back(post_sum(0));
     CHECK_OK(tell());
   } else {
     CHECK_OK(tell());
-    gather = Post(parts.Gather(), of_gather, parts.buffer);
+    calls.push_back(Post(parts.Gather(), of_gather, parts.buffer));
     SleepMs(100);  // long enough for all of it, if it were not held
-    CHECK_EQ(IsReady(gather), false);
-    sum = post_sum();
+    CHECK_EQ(IsReady(calls.back()), false);
+    calls.push_back(post_sum(0));
   }
-  CHECK_OK(std::move(sum));
-  CHECK_OK(std::move(gather));
-  CHECK_EQ(total[0], static_cast<float>(job.size()));
+  // Rank 0's gather is early until the others have looked.
+  CHECK_OK(std::move(calls.back()));
+  calls.back() = post_sum(1);
+  for (std::future<Status>& call : calls) CHECK_OK(std::move(call));
+  for (const float total : totals) CHECK_EQ(total, static_cast<float>(job.size()));
   parts.Check();
 }
 
