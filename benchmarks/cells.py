@@ -64,11 +64,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Local:
-    """Local SGD: groups of ranks, steps between averages, and steps that an average may take."""
+    """Local SGD: groups, steps between averages, steps that one may take, exchange in a group."""
 
     groups: int
     interval: int
     overlap: int
+    within: str = "allreduce"
 
 
 def parse_local(exchange: str, n_ranks: int) -> Local | None:
@@ -76,16 +77,29 @@ def parse_local(exchange: str, n_ranks: int) -> Local | None:
 
     Args:
         exchange: As "local8", an interval of 8 and one group per rank; "local8-g2", two groups;
-            "local8-g2-overlap3", whose averages may take 3 steps, without a number 7, the most.
+            "local8-g2-overlap3", whose averages may take 3 steps, without a number 7, the most;
+            "local8-g2-sharded", `Sharded` within a group, so that a rank averages its part.
         n_ranks: Of all groups together.
     """
     wires = "bf16|int8|int4|sparse"
-    found = re.fullmatch(rf"local(\d+)(?:-g(\d+))?(-overlap(\d*))?(?:-(?:{wires}))?", exchange)
+    found = re.fullmatch(
+        rf"local(\d+)(?:-g(\d+))?(-overlap(\d*))?(?:-(sharded))?(?:-(?:{wires}))?", exchange
+    )
     if found is None:
         return None
     interval = int(found[1])
     overlap = int(found[4] or interval - 1) if found[3] else 0
-    return Local(int(found[2] or n_ranks), interval, overlap)
+    return Local(int(found[2] or n_ranks), interval, overlap, found[5] or "allreduce")
+
+
+def _blocks(system: str, n_ranks: int, repeats: int, warmup: int) -> tuple[str, ...]:
+    """The arguments that say how often to measure: of local SGD only whole intervals."""
+    local = parse_local(system.removeprefix("tfscale-"), n_ranks)
+    block: tuple[str, ...] = ()
+    if local and local.interval > 1:
+        repeats, warmup = max(3, -(-repeats // local.interval)), 1
+        block = ("--block", str(local.interval))
+    return ("--repeats", str(repeats), "--warmup", str(warmup), *block)
 
 
 def has_horovod() -> bool:
@@ -147,8 +161,7 @@ def _sleeping_steps(model: str, place: str, choice: Choice) -> list[Cell]:
         )
     where = parse_place(place)
     rounds = {QUICK: (5, 2), TABLE: (10, 3), FULL: (20, 3)}[choice.extent]
-    arguments: tuple[str, ...] = ("--model", model, "--sleep", str(where.sleep_speed))
-    arguments += ("--repeats", str(rounds[0]), "--warmup", str(rounds[1]))
+    asleep = ("--model", model, "--sleep", str(where.sleep_speed))
     names = [f"tfscale-{exchange}" for exchange in choice.exchanges or EXCHANGES]
     systems = ["compute", "tcp", *names, *_baselines(*(SLEEPING_TORCH if has_ddp() else ()))]
     alone = f"sleep{where.sleep_speed:g}-1x{where.n_ranks}@{MEMORY}"
@@ -158,7 +171,8 @@ def _sleeping_steps(model: str, place: str, choice: Choice) -> list[Cell]:
     for system in systems:
         if choice.systems and system not in choice.systems:
             continue
-        suite, given = ("collectives", stream) if system == "tcp" else ("step", arguments)
+        step = (*asleep, *_blocks(system, where.n_ranks, *rounds))
+        suite, given = ("collectives", stream) if system == "tcp" else ("step", step)
         there = alone if system in COMPUTE_ONLY else place
         cells.append(Cell(suite, f"{model} {place}", system, there, where.n_ranks, given))
     return cells
@@ -172,18 +186,12 @@ def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
     group, n_ranks = f"{model} {place}", 2 if place == MEMORY else parse_place(place).n_ranks
     cells = []
     for system in _systems(model, place, choice):
-        local = parse_local(system.removeprefix("tfscale-"), n_ranks)
-        block = local.interval if local else 1  # only whole intervals are measured
-        repeats, warmup = counts
-        if block > 1:
-            repeats, warmup = max(3, -(-repeats // block)), 1
-        arguments = ("--model", model, "--repeats", str(repeats), "--warmup", str(warmup))
+        arguments = ("--model", model, *_blocks(system, n_ranks, *counts))
         where = MEMORY if system in COMPUTE_ONLY else place
-        blocks = ("--block", str(block)) if block > 1 else ()
         most = 0
         if choice.extent == TABLE and not choice.systems:
             most = 1 if system in _ONCE else 2 if model in LARGE_MODELS else 0
-        cells.append(Cell("step", group, system, where, n_ranks, (*arguments, *blocks), most))
+        cells.append(Cell("step", group, system, where, n_ranks, arguments, most))
     return cells
 
 

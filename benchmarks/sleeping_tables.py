@@ -43,6 +43,19 @@ def limit_s(system: str, compute_s: float, stream_s: float, model: str) -> float
     return forward_s + max(compute_s - forward_s, stream_s)
 
 
+def under_way(runs: Sequence[Mapping[str, Any]]) -> str:
+    """How long rank 0's gradients, and averages of models, were under way in a step."""
+    seconds = [
+        [run["wire_s"][kind] / run.get("slow_motion", 1) for kind in ("gradients", "averages")]
+        for run in runs
+        if "wire_s" in run
+    ]
+    if not seconds:
+        return ""
+    gradients, averages = (1e3 * statistics.median(found) for found in zip(*seconds, strict=True))
+    return f"{gradients:.0f} + {averages:.0f}" if averages else f"{gradients:.0f}"
+
+
 def group_table(group: str, systems: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """A heading with the limits of a group, and a line per system."""
     model, place = group.split()
@@ -63,11 +76,15 @@ def group_table(group: str, systems: Mapping[str, Sequence[Mapping[str, Any]]]) 
             line += [f"{best:.3f}", f"{own:.3f}"]
         else:
             line += ["", ""]
+        sent = [n_bytes for run in runs for n_bytes in run["sent_bytes"].values()]
+        line.append(f"{statistics.median(sent) / 1e6:.1f}" if any(sent) else "")
+        line.append(under_way(runs))
         line.append(f"{statistics.median(run['peak_bytes'] for run in runs) / 2**20:.0f}")
         lines.append(line)
     title = f"### {model}, {place}, {anyone['n_ranks']} ranks\n\n"
     title += f"{slow}The machine's cores were idle for {idle:.0%} of the time at least.\n\n"
-    head = ["system", "ms per step", "of the limit", "of its own limit", "MiB per rank"]
+    head = ["system", "ms per step", "of the limit", "of its own limit", "MB sent per host"]
+    head += ["gradients + averages under way, ms", "MiB per rank"]
     return title + table(head, lines)
 
 

@@ -135,7 +135,9 @@ class Tfscale:
         """Return what the name of the exchange stands for."""
         half = sum(bool(x.trainable_weights) for x in case.model._flatten_layers()) // 2
         named = {
+            "allreduce-waiting": lambda: self.tfscale.Allreduce(overlap=False),
             "chunked": lambda: self.tfscale.Chunked(max(1, half), "auto"),
+            "chunked-per-layer": lambda: self.tfscale.Chunked(1, chunks="per_layer"),
             "sharded": lambda: self.tfscale.Sharded(),
             "sharded-weights": lambda: self.tfscale.Sharded(dense="weights"),
             "sharded-partial": lambda: self.tfscale.Sharded(dense="partial"),
@@ -145,8 +147,9 @@ class Tfscale:
         }
         local = parse_local(self.exchange, self.size)
         if local:
+            within = named.get(local.within, lambda: local.within)()
             return self.tfscale.LocalSGD(
-                local.groups, local.interval, "allreduce", overlap=local.overlap
+                local.groups, local.interval, within, overlap=local.overlap
             )
         return named.get(self.exchange, lambda: self.exchange)()
 

@@ -93,6 +93,11 @@ def test_local_sgd_is_measured_over_whole_intervals():
     assert cell.arguments[2:] == ("--repeats", "13", "--warmup", "1", "--block", "8")
     found = [parse_local(text, 4) for text in ("local8", name, "local4-overlap", "sharded")]
     assert found == [Local(4, 8, 0), Local(2, 8, 3), Local(4, 4, 3), None]
+    assert parse_local("local8-g2-sharded", 4) == Local(2, 8, 0, "sharded")
+    assert parse_local("local8-g2-overlap-sharded-bf16", 8) == Local(2, 8, 7, "sharded")
+    choice = Choice(models=["resnet50"], places=["sleep-4x1@1gbit"], exchanges=["local8-g2"])
+    asleep = {c.system: c.arguments for c in cells_of(["step"], choice)}["tfscale-local8-g2"]
+    assert asleep[4:] == ("--repeats", "3", "--warmup", "1", "--block", "8")
 
 
 def test_places_and_their_cells():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from benchmarks import harness, layer_tables, sleeping
+from benchmarks import harness, layer_tables, sleeping, sleeping_tables
 from benchmarks.cells import Choice, cells_of
 from benchmarks.places import SLOW_MOTION, Place, parse_place
 from benchmarks.workloads import make_batch
@@ -131,3 +131,25 @@ def test_busy_cores_are_measured_again_in_slow_motion(
     assert runs == [("compute", 4), ("horovod", 4)]
     harness.measure(cells, 2, path, 1.0, lambda line: None)
     assert calls[6:] == [("horovod", 4), ("compute", 4)]
+
+
+def test_a_table_has_bytes_and_what_was_under_way() -> None:
+    place = "sleep-2x2@1gbit"
+    asleep = {"group": f"resnet50 {place}", "place": place, "n_ranks": 4, "idle_share": 0.6}
+    run: dict[str, Any] = {**asleep, "peak_bytes": 2**30, "slow_motion": 2}
+
+    def measured(system: str, seconds: float, n_bytes: float, **facts: Any) -> dict[str, Any]:
+        of_case = {"samples": {"resnet50": [seconds]}, "sent_bytes": {"resnet50": n_bytes}}
+        return {**run, "system": system, **of_case, **facts}
+
+    wire = {"wire_s": {"gradients": 1.0, "averages": 0.25}}
+    runs = [
+        measured("compute", 1.0, 0.0),
+        measured("tcp", 0.5, 7e7),
+        measured("tfscale-local8-g2-sharded", 1.25, 6.25e7, **wire),
+    ]
+    (text,) = sleeping_tables.tables(runs)
+    assert "Times in slow motion, 2 times" in text and "idle for 60%" in text
+    assert "| compute only | 1000 (1000..1000) |  |  |  |  | 1024 |" in text
+    cells = "1250 (1250..1250) | 0.800 | 0.800 | 62.5 | 500 + 125 | 1024 |"
+    assert f"| tfscale local8-g2-sharded | {cells}" in text
