@@ -14,12 +14,15 @@ from benchmarks.places import MEMORY, parse_place
 
 QUICK, TABLE, FULL = "quick", "table", "full"
 SMALL_MODELS = ("resnet20", "edsr16")
+# One process beside two ranks: also models whose steps take a few milliseconds.
+SPEEDUP_MODELS = ("resnet20", "edsr16", "vgg_like", "lstm", "dense512")
 LARGE_MODELS = ("vgg_like", "vgg_a", "resnet50")
 MODELS = (*LARGE_MODELS, *SMALL_MODELS)
 # Only where they are asked for: for the times of recipes/time_to_accuracy.py.
 TRAINED_MODELS = (
     *(f"resnet8_{batch}" for batch in (64, 512)),
     *(f"{model}_{batch}" for model in ("resnet20", "vgg_small") for batch in (128, 256, 512)),
+    *("lstm", "dense512"),
 )
 # Whose layers have times to sleep, see `benchmarks.sleeping`.
 SLEEPING_MODELS = ("resnet50", "vgg_a", "transformer", "edsr16")
@@ -257,6 +260,28 @@ def single_cells(choice: Choice) -> list[Cell]:
     ]
 
 
+def speedup_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of two ranks with a core each, beside one process with one core, or both.
+
+    The process with one core has half of the batch, as each of the ranks.
+    """
+    quick = choice.extent == QUICK
+    counts = {QUICK: (10, 3), TABLE: (60, 10), FULL: (200, 20)}[choice.extent]
+    ours = [f"tfscale-{name}" for name in choice.exchanges or ("allreduce", "sharded", "auto")]
+    cells = []
+    for model in choice.models or (("dense512",) if quick else SPEEDUP_MODELS):
+        few = _SHORT.get(model, counts) if model in MODELS else counts
+        common = ("--model", model, "--repeats", str(few[0]), "--warmup", str(few[1]))
+        for system in ("one-core", "both-cores", "compute", *ours, *_baselines()):
+            n_ranks = 1 if system in ("one-core", "both-cores") else 2
+            given = (*common, *(() if system == "both-cores" else ("--pin",)))
+            if system == "one-core":
+                given += ("--share", "2")
+            if not choice.systems or system in choice.systems:
+                cells.append(Cell("speedup", model, system, MEMORY, n_ranks, given))
+    return cells
+
+
 def report_cells(choice: Choice) -> list[Cell]:
     """Return the cells of steps with and without a CommunicationReport, in turn inside."""
     blocks = "4" if choice.extent == QUICK else "12"
@@ -308,6 +333,7 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "fc1": fc1_cells,
     "gathers": gather_cells,
     "single": single_cells,
+    "speedup": speedup_cells,
     "report": report_cells,
     "fit": fit_cells,
     "overlap": overlap_cells,

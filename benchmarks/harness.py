@@ -20,6 +20,8 @@ from tfscale.files import sha256
 # Where layers sleep: the share of the cores' time, and the factor that is not enough for it only
 # where other programs use the cores.
 _LEAST_IDLE, _SLOWEST = 1 / 3, 16
+# The programs of suites that have none of their own.
+_WORKERS = {"speedup": "step"}
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def run_cell(
     """
     with tempfile.TemporaryDirectory(prefix="tfscale-bench-") as folder:
         python = interpreter_of(cell.system)
-        worker = "ddp" if cell.system.startswith("ddp") else cell.suite
+        worker = "ddp" if cell.system.startswith("ddp") else _WORKERS.get(cell.suite, cell.suite)
         program = ["-m", f"benchmarks.worker_{worker}", "--system", cell.system]
         program += cell.arguments
         command = [python, *program, "--output", folder]

@@ -15,6 +15,7 @@ from benchmarks.markdown import megabytes, milliseconds, ratio_text, table, thre
 from benchmarks.numbers import bus_bandwidth, physical_limit
 from benchmarks.rows import Row, Runs, collect, systems_of
 from benchmarks.sleeping_tables import tables as sleeping_tables
+from benchmarks.speedup_tables import speedup_table
 from benchmarks.step_tables import group_table, overhead_table, summary
 
 _HEADINGS = {
@@ -117,6 +118,8 @@ def report(content: dict[str, Any], title: str) -> str:
     for suite, heading in _HEADINGS.items():
         if rows := collect(runs, suite):
             parts += [f"## {heading}\n", overhead_table(rows, suite)]
+    if speedups := collect(runs, "speedup"):
+        parts += ["## One process beside two ranks\n", speedup_table(speedups)]
     if gathers_of(runs):
         parts += ["## What hides the gather of parameters\n"]
         parts += ["![one step](benchmarks-gathers.png)\n"]

@@ -269,10 +269,10 @@ class Mpi(Compute):
 def start(system: str) -> System:
     """Initialise "compute", "mpi", "horovod", "mwms", or "tfscale-" with an exchange's name.
 
-    "in-step" computes, and exchanges one number.
+    "one-core" and "both-cores" compute, too; "in-step" computes, and exchanges one number.
     """
     made: dict[str, Callable[[], System]] = {
-        "compute": Compute,
+        **dict.fromkeys(("compute", "one-core", "both-cores"), Compute),
         "mpi": Mpi,
         "horovod": Horovod,
         "mwms": MultiWorker,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -13,6 +15,7 @@ from benchmarks import worker
 from benchmarks.numbers import allreduce_bytes, least_bytes
 from benchmarks.systems import Case, System, Tfscale, TracedStep, start
 from benchmarks.workloads import WORKLOADS, Workload, make_batch, make_loss, weights_of
+from tfscale.comm.process import discover
 
 
 def make_step(workload: Workload, model: keras.Model, system: System) -> TracedStep:
@@ -92,13 +95,25 @@ def step_in_fit(
     return fitted.model, samples, {**system.facts(), "start_s": start_s}
 
 
+def pin() -> None:
+    """Give this rank of one host a core of its own, before TensorFlow counts cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    launch = discover(os.environ)
+    rank = launch.rank if launch else 0
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
 def main() -> None:
     """Measure the steps of one model."""
     parser = worker.parser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--block", type=int, default=1, help="steps whose mean is one duration")
     parser.add_argument("--sleep", type=float, help="layers sleep, of cores that are so fast")
+    parser.add_argument("--pin", action="store_true", help="each rank has a core of its own")
+    parser.add_argument("--share", type=int, default=1, help="train on 1/SHARE of the batch")
     options = parser.parse_args()
+    if options.pin:
+        pin()
     system = start(options.system)
     keras.utils.set_random_seed(1)
     if options.sleep:
@@ -107,6 +122,7 @@ def main() -> None:
         workload = sleeping.workload(options.model, system.size, options.sleep)
     else:
         workload = WORKLOADS[options.model]
+        workload = replace(workload, global_batch=workload.global_batch // options.share)
     if isinstance(system, Tfscale) and system.in_fit:
         model, samples, facts = step_in_fit(workload, system, options)
     else:

@@ -59,6 +59,18 @@ def vgg_a(filters: int = 0) -> keras.Model:
     return vgg(vgg_a_of_width(filters) if filters else VGG_A, (64, 64, 3), dropout=0.0)
 
 
+def lstm() -> keras.Model:
+    """Return one LSTM of 128 units over sequences of 28 rows."""
+    layers = [keras.Input(FASHION[:2]), keras.layers.LSTM(128), keras.layers.Dense(10)]
+    return keras.Sequential(layers)
+
+
+def dense512() -> keras.Model:
+    """Return three dense layers of 512 units and a classifier."""
+    hidden = [keras.layers.Dense(512, activation="relu") for _ in range(3)]
+    return keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
+
+
 WORKLOADS = {
     # The dense layers take 4x4x128 = 2048 numbers.
     "vgg_like": Workload(lambda: vgg(VGG_SMALL, (32, 32, 3), dropout=0.0), 64, (32, 32, 3), 1000),
@@ -73,6 +85,9 @@ WORKLOADS = {
     "resnet8_512": Workload(lambda: resnet(8, FASHION), 512, FASHION, 10),
     **{f"resnet20_{n}": Workload(fashion_resnet20, n, FASHION, 10) for n in (128, 256, 512)},
     **{f"vgg_small_{n}": Workload(small_vgg, n, FASHION, 10) for n in (128, 256, 512)},
+    # Whose steps take a few milliseconds.
+    "lstm": Workload(lstm, 64, FASHION[:2], 10),
+    "dense512": Workload(dense512, 256, (784,), 10),
     # [T] figure 4.6: VGG-16's first dense layer, errors as if more layers followed.
     "fc1": Workload(fc1, 256, (25088,), 4096),
     "edsr16": Workload(lambda: edsr(), 16, (48, 48, 1), 0),

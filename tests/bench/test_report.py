@@ -6,9 +6,11 @@ import pytest
 from compare import compare
 
 from benchmarks import harness, numbers, sessions
+from benchmarks.cells import Choice, cells_of
 from benchmarks.numbers import Ratio, Spread, Weights, paired_ratio, spread
 from benchmarks.report import report
 from benchmarks.rows import collect, step_limit
+from benchmarks.speedup_tables import speedup_table
 from benchmarks.step_tables import eligible, group_table, overhead_table, summary
 from tests.bench.fakes import CELLS, run
 
@@ -185,3 +187,20 @@ def test_compare_tells_slower_from_noise():
 def test_compare_knows_ours(suite, system, case, is_ours):
     old, new = (content_of(s, suite=suite, system=system, case=case) for s in (1.0, 2.0))
     assert compare(old, new, 0.1)[1] is is_ours
+
+
+def test_one_process_beside_two_ranks():
+    cells = cells_of(["speedup"], Choice(models=["lstm"], exchanges=["auto"]))
+    ranks = {cell.system: cell.n_ranks for cell in cells if cell.system != "horovod"}
+    assert ranks == {"one-core": 1, "both-cores": 1, "compute": 2, "tfscale-auto": 2}
+    shares = {cell.system for cell in cells if cell.arguments[-2:] == ("--share", "2")}
+    free = {cell.system for cell in cells if "--pin" not in cell.arguments}
+    assert shares == {"one-core"} and free == {"both-cores"}
+    steps = {"one-core": 0.009, "both-cores": 0.012, "tfscale-auto": 0.01}
+    runs = [
+        {**one, "suite": "speedup"}
+        for system, seconds in steps.items()
+        for one in _rounds(system, seconds, seconds)
+    ]
+    text = speedup_table(collect(runs, "speedup"))
+    assert "| 2 ranks, tfscale auto | 10 (10..10) | 0.90 (range of 2: 0.90..0.90) | 1.20" in text
