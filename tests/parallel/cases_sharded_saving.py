@@ -116,7 +116,7 @@ def case_one_rank_stops_where_another_saves():
 def refused_save(save, rank, timeout_s):
     """Require that a save on one rank is given up."""
     short = dataclasses.replace(settings(), save_timeout_s=timeout_s)
-    with mock.patch("tfscale.optimizer.state.settings", lambda: short):
+    with mock.patch("tfscale.comm.meeting.settings", lambda: short):
         text = outcome(save) if tfscale.rank() == rank else ""
     assert "Call it on every rank" in tfscale.allgather_object(text)[rank], text
 

@@ -4,6 +4,7 @@ Reads sources only; nothing of tfscale is imported.
 """
 
 import ast
+import pkgutil
 import re
 import subprocess
 from pathlib import Path
@@ -150,6 +151,27 @@ def test_tests_use_public_names():
                 wrong.add(f"{relative(path)} imports {name}")
     assert sorted(wrong) == []
     assert {(p, t) for p, tests in DIRECT.items() for t in tests.split()} == direct
+
+
+def replaced_names(path: Path) -> list[str]:
+    """The dotted names of the library that a test replaces, from `mock.patch` and `setattr`."""
+    return [
+        call.args[0].value
+        for call in ast.walk(parse(path))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func).endswith(("patch", "setattr"))
+        and call.args
+        and isinstance(call.args[0], ast.Constant)
+        and str(call.args[0].value).startswith("tfscale.")
+    ]
+
+
+def test_what_tests_replace_is_there():
+    """Those on several ranks run last: a name that has moved is told here."""
+    names = {name for path in (ROOT / "tests").rglob("*.py") for name in replaced_names(path)}
+    assert names
+    for name in sorted(names):
+        pkgutil.resolve_name(name)
 
 
 def test_native_code_layers():
