@@ -127,7 +127,7 @@ void Scheduler::Accept(Task task) {
       if (!queue.interruption().ok()) {
         GiveUp(task, queue.interruption());
       } else if (task.is_cancelled && *task.is_cancelled) {
-        GiveUp(task, WhyStopping().value_or(StepFailedHere()));
+        GiveUp(task, ending_.value_or(StepFailedHere()));
       } else if (task.is_cancelled && queue.is_running(task.slot)) {
         // Its op waits, so that call has not ended: their collectives would be mixed up.
         Fail(
@@ -167,8 +167,9 @@ bool Scheduler::Step() {
   try {
     bool has_moved = StepActive();
     if (StepQueues()) has_moved = true;
-    if (marks_.Poll()) has_moved = true;
+    const bool has_heard = marks_.Poll();
     if (marks_.has_received() && is_busy()) GiveUpHopeless();
+    if (has_heard && ending_ && !announced_.empty()) AnnounceGivenUp();
     abandoned_.Step();
     if (traffic_.is_on()) CountWaiting();
     if (is_urgent()) {
@@ -176,7 +177,7 @@ bool Scheduler::Step() {
     } else if (!is_leaving_) {  // StepLeave looks itself.
       stalls_.Rest();
     }
-    return has_moved;
+    return has_moved || has_heard;
   } catch (const std::exception& error) {
     Fail(error.what());
     return true;

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -103,8 +104,6 @@ class Scheduler {
   // Tells the launcher why a collective failed: the program may catch the error and end well.
   void ReportFailed(const Status& why);
   static Status StepFailedHere();
-  // Why all ranks give a step up; nothing while they do not.
-  std::optional<Status> WhyStopping() const;
   std::optional<Status> WhyGivenUp(const Task& task);
   // Tells the other ranks which runs will not be completed here.
   void AnnounceGivenUp();
@@ -128,7 +127,10 @@ class Scheduler {
   std::map<int, int64_t> n_eager_;  // calls by group
   int incarnation_ = 0;
   int64_t n_given_up_ = 0;
-  RunCounts announced_;  // in this incarnation
+  // Why all ranks give the step up that runs here, as another rank's mark says.
+  std::optional<Status> ending_;
+  std::set<PlanKey> cancelled_;  // by the end of steps in this incarnation
+  RunCounts announced_;          // in this incarnation
   Status failure_;
   StallWatch stalls_;
   StatusFile status_file_;

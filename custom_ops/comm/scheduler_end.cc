@@ -78,6 +78,7 @@ void Scheduler::Mark(MarkKind kind) {
   }
   for (const auto& [group, n_calls] : n_eager_) counts[{group, kEager}] = n_calls;
   marks_.Send(kind, counts);
+  ending_.reset();
 }
 
 void Scheduler::StartIncarnation(int incarnation) {
@@ -97,6 +98,8 @@ void Scheduler::StartIncarnation(int incarnation) {
   }
   incarnation_ = incarnation;
   n_given_up_ = 0;
+  ending_.reset();
+  cancelled_.clear();
   announced_.clear();
   RunCounts counts;
   for (auto& [id, queue] : queues_) {
@@ -195,35 +198,36 @@ void Scheduler::ReportFailed(const Status& why) {
 
 Status Scheduler::StepFailedHere() { return Status::Failed("The step failed on this rank."); }
 
-std::optional<Status> Scheduler::WhyStopping() const {
-  for (const auto& [id, queue] : queues_) {
-    if (queue->interruption().code == StatusCode::kStopped) return queue->interruption();
-  }
-  return std::nullopt;
-}
-
 void Scheduler::GiveUpWaiting(int plan) {
   const auto found = queues_.find(plan);
   if (found == queues_.end()) return;
-  const std::optional<Status> stop = WhyStopping();
-  // All ranks give this step up. In a smaller group, of which none has stopped, a run ends well
-  // where all its slots have come on all members. Else those to whom they have come are told.
-  if (stop) AnnounceGivenUp();
-  if (stop && found->second->is_whole()) return;
-  for (Task& task : found->second->TakeIf([](const Task&) { return true; })) {
-    found->second->Uncount(task);
-    GiveUp(task, stop.value_or(StepFailedHere()));
+  PlanQueue& queue = *found->second;
+  if (ending_) {
+    cancelled_.insert(queue.key());
+    AnnounceGivenUp();
+    // In a smaller group, which has no rank of the mark, a run ends well where all its slots have
+    // come on all members. Else those to whom they have come are told.
+    if (queue.is_whole()) return;
+  }
+  for (Task& task : queue.TakeIf([](const Task&) { return true; })) {
+    queue.Uncount(task);
+    GiveUp(task, ending_.value_or(StepFailedHere()));
   }
 }
 
+// Runs that have begun here and not on another rank, whose step ends too, are known to it by the
+// plans that this rank announces: then it does.
 void Scheduler::AnnounceGivenUp() {
   RunCounts counts;
+  const std::set<PlanKey> of_others = marks_.Announced();
+  for (const PlanKey& key : of_others) counts[key] = 0;  // those that have never run here
   for (const auto& [id, queue] : queues_) {
-    const bool is_going_on = queue->is_whole() && queue->interruption().ok();
-    if (is_going_on || queue->is_patient()) continue;
-    counts[queue->key()] = queue->n_complete_executions();
+    const PlanKey key = queue->key();
+    const bool is_over = cancelled_.count(key) > 0 || of_others.count(key) > 0 ||
+                         !queue->is_whole() || !queue->interruption().ok();
+    if (is_over && !queue->is_patient()) counts[key] = queue->n_complete_executions();
   }
-  if (!counts.empty() && counts != announced_) marks_.Announce(counts);
+  if (!counts.empty() && counts != announced_) marks_.Announce(counts, *ending_);
   announced_ = std::move(counts);
 }
 
@@ -237,33 +241,31 @@ void Scheduler::GiveUpStranded() {
 }
 
 void Scheduler::GiveUpHopeless() {
+  std::vector<Status> reasons;
+  const auto is_hopeless = [&](const Task& task) {
+    const std::optional<Status> why = WhyGivenUp(task);
+    if (why) reasons.push_back(*why);
+    return why.has_value();
+  };
+  std::vector<Task> tasks;
   for (auto it = active_.begin(); it != active_.end();) {
-    const std::optional<Status> why = WhyGivenUp(*it);
-    if (!why) {
+    if (!is_hopeless(*it)) {
       ++it;
       continue;
     }
-    Task task = std::move(*it);
+    if (it->plan != kEager) queues_.at(it->plan)->OnFinished(*it);
+    tasks.push_back(std::move(*it));
     it = active_.erase(it);
-    if (task.plan != kEager) {
-      queues_.at(task.plan)->OnFinished(task);
-      queues_.at(task.plan)->Uncount(task);
-    }
-    ReportFailed(*why);
-    GiveUp(task, *why);
   }
   for (auto& [id, queue] : queues_) {
-    std::vector<Status> reasons;
-    std::vector<Task> tasks = queue->TakeIf([&](const Task& task) {
-      const std::optional<Status> why = WhyGivenUp(task);
-      if (why) reasons.push_back(*why);
-      return why.has_value();
-    });
-    for (size_t i = 0; i < tasks.size(); ++i) {
-      ReportFailed(reasons[i]);
-      queue->Uncount(tasks[i]);
-      GiveUp(tasks[i], reasons[i]);
-    }
+    for (Task& task : queue->TakeIf(is_hopeless)) tasks.push_back(std::move(task));
+  }
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (tasks[i].plan != kEager) queues_.at(tasks[i].plan)->Uncount(tasks[i]);
+    const bool is_of_step = tasks[i].plan != kEager && !is_patient(tasks[i]);
+    if (is_of_step && !ending_) ending_ = reasons[i];
+    ReportFailed(reasons[i]);
+    GiveUp(tasks[i], reasons[i]);
   }
 }
 
