@@ -39,6 +39,7 @@ struct FitDraw {
   std::vector<int> n_steps;             // by epoch
   std::vector<std::vector<int>> plans;  // of each step of an epoch
   std::vector<bool> has_eager;          // after each of these steps
+  bool has_callbacks = true;            // without, it sets no marks
 };
 
 // All that is drawn before a run.
@@ -185,6 +186,7 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
       fit.plans.push_back(plans);
       fit.has_eager.push_back(random.Chance(0.2));
     }
+    fit.has_callbacks = f == 0 || random.Chance(0.6);
     scenario.fits.push_back(fit);
     if (choice.n_steps > 0) break;
   }
@@ -192,7 +194,8 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
     scenario.turn = static_cast<Turn>(random.Of(std::vector<int>{1, 1, 1, 2, 3, 4}));
     scenario.turn_rank = static_cast<int>(random.Below(n_ranks));
     scenario.turn_fit = static_cast<int>(random.Below(static_cast<int64_t>(scenario.fits.size())));
-    const FitDraw& fit = scenario.fits[static_cast<size_t>(scenario.turn_fit)];
+    FitDraw& fit = scenario.fits[static_cast<size_t>(scenario.turn_fit)];
+    fit.has_callbacks = true;
     scenario.turn_epoch = static_cast<int>(random.Below(static_cast<int64_t>(fit.n_steps.size())));
     scenario.turn_step =
         static_cast<int>(random.Below(fit.n_steps[static_cast<size_t>(scenario.turn_epoch)] + 1));
@@ -228,6 +231,7 @@ struct Flight {
   Status status;
   bool is_seen = false;
   int slot = -1;
+  std::shared_ptr<std::atomic<bool>> is_cancelled;  // null where its op does not wait
 };
 
 enum class Outcome { kOk, kStopped, kFailed };
@@ -249,7 +253,7 @@ class Program {
 
  private:
   struct Step {
-    std::shared_ptr<std::atomic<bool>> is_cancelled = std::make_shared<std::atomic<bool>>(false);
+    std::vector<std::pair<int, int>> to_post;
     std::map<std::pair<int, int>, std::shared_ptr<Flight>> flights;
     std::vector<std::pair<int, int>> gathers;  // that are not posted yet
     Outcome outcome = Outcome::kOk;
@@ -267,15 +271,17 @@ class Program {
   void Compute();
   void AwaitChange();
   std::shared_ptr<Flight> Post(const SlotSpec& spec, int group, int plan, int slot,
-                               std::shared_ptr<std::atomic<bool>> is_cancelled,
+                               std::shared_ptr<std::atomic<bool>> is_cancelled = nullptr,
                                std::function<void(const Status&)> then = nullptr);
+  // The next op of a step.
+  void PostNext(Step& step, std::shared_ptr<std::atomic<bool>> is_cancelled);
   void PostGather(Step& step, int plan, int slot);
   void AwaitVariable(int plan, int slot);
   void LookAt(Step& step);
   void Cancel(Step& step, const Status& why);
   Outcome RunStep(const std::vector<int>& plans, bool fails_here);
   void Wait(const std::shared_ptr<Flight>& flight);
-  bool BeginFit();
+  bool BeginFit(int number);
   bool Fit(int number);
   void Drain();
   void CheckEvents();
@@ -445,7 +451,7 @@ std::shared_ptr<Flight> Program::Post(const SlotSpec& spec, int group, int plan,
   call.shapes = flight->work->Shapes();
   call.is_awaited_later = spec.is_awaited_later;
   call.may_overtake = spec.is_posted();
-  call.is_cancelled = std::move(is_cancelled);
+  call.is_cancelled = flight->is_cancelled = std::move(is_cancelled);
   const int rank = rank_;
   call.memory = std::shared_ptr<void>(nullptr, [this, flight, rank](void*) {
     flight->work->ForEachBuffer([&](const char* data, size_t bytes) {
@@ -499,17 +505,40 @@ void Program::PostGather(Step& step, int plan, int slot) {
   step.flights[{plan, slot}] = Post(spec, of.group, plan, slot, nullptr, end);
 }
 
+void Program::PostNext(Step& step, std::shared_ptr<std::atomic<bool>> is_cancelled) {
+  const auto [plan, slot] = step.to_post.back();
+  step.to_post.pop_back();
+  const PlanDraw& of = scenario().plans[static_cast<size_t>(plan)];
+  const SlotSpec& spec = of.slots[static_cast<size_t>(slot)];
+  step.flights[{plan, slot}] = Post(spec, of.group, plan, slot, std::move(is_cancelled));
+}
+
 void Program::Cancel(Step& step, const Status& why) {
   if (step.outcome != Outcome::kOk) return;
   step.outcome = why.code == StatusCode::kStopped ? Outcome::kStopped : Outcome::kFailed;
   step.why = why;
-  // As TensorFlow does where an op of a step has failed.
-  *step.is_cancelled = true;
-  std::set<int> plans;  // whose ops wait
+  const auto give_up = [this](int plan) {
+    tfscale::GiveUpWaiting(plans_[static_cast<size_t>(plan)]);
+    if (random().Chance(0.2)) world().Sleep(random().Scale(0, kMilli), "cancels");
+  };
+  // As TensorFlow does where an op of a step has failed: it cancels those that wait, on one thread,
+  // while another may begin one more.
+  const bool begins_one = !step.to_post.empty() && random().Chance(0.2);
+  const bool is_late = random().Chance(0.5);
+  const int plan = begins_one ? step.to_post.back().first : -1;
+  auto is_cancelled = std::make_shared<std::atomic<bool>>(begins_one && is_late);
+  if (begins_one && is_late) give_up(plan);
+  std::set<int> plans;
   for (const auto& [place, flight] : step.flights) {
-    if (flight->n_done == 0 && !flight->spec->is_posted()) plans.insert(place.first);
+    if (flight->n_done > 0 || !flight->is_cancelled) continue;
+    *flight->is_cancelled = true;
+    plans.insert(place.first);
   }
-  for (int plan : plans) tfscale::GiveUpWaiting(plans_[static_cast<size_t>(plan)]);
+  for (int other : plans) give_up(other);
+  if (!begins_one) return;
+  PostNext(step, is_cancelled);
+  *is_cancelled = true;
+  if (!is_late) give_up(plan);
 }
 
 // What has ended lets others begin, or ends the step.
@@ -538,31 +567,27 @@ Outcome Program::RunStep(const std::vector<int>& plans, bool fails_here) {
   ++n_steps_;
   phase = "step " + std::to_string(n_steps_);
   world().Note("begins step", n_steps_, incarnation_);
-  std::vector<std::pair<int, int>> to_post;
   for (int plan : plans) {
     const PlanDraw& of = scenario().plans[static_cast<size_t>(plan)];
     if (!IsMember(of.group)) continue;
     for (size_t slot = 0; slot < of.slots.size(); ++slot) {
       const bool is_posted = of.slots[slot].is_posted();
-      (is_posted ? step.gathers : to_post).emplace_back(plan, static_cast<int>(slot));
+      (is_posted ? step.gathers : step.to_post).emplace_back(plan, static_cast<int>(slot));
     }
   }
   for (const auto& [plan, slot] : step.gathers) {
     if (random().Chance(0.5)) AwaitVariable(plan, slot);
   }
-  random().Shuffle(to_post);
-  const size_t fails_at =
-      fails_here ? static_cast<size_t>(random().Below(static_cast<int64_t>(to_post.size()) + 1))
-                 : to_post.size() + 1;
-  for (size_t i = 0; i <= to_post.size(); ++i) {
-    if (i == fails_at) Cancel(step, Status::Failed("An op of rank " + std::to_string(rank_) + "."));
+  random().Shuffle(step.to_post);
+  const int64_t n_ops = static_cast<int64_t>(step.to_post.size());
+  for (int64_t left = n_ops, fails_at = fails_here ? random().Below(n_ops + 1) : -1;; --left) {
+    if (left == fails_at) {
+      Cancel(step, Status::Failed("An op of rank " + std::to_string(rank_) + "."));
+    }
     Compute();
     LookAt(step);
-    if (step.outcome != Outcome::kOk || i == to_post.size()) break;
-    const auto [plan, slot] = to_post[i];
-    const PlanDraw& of = scenario().plans[static_cast<size_t>(plan)];
-    step.flights[to_post[i]] =
-        Post(of.slots[static_cast<size_t>(slot)], of.group, plan, slot, step.is_cancelled);
+    if (step.outcome != Outcome::kOk || left == 0) break;
+    PostNext(step, std::make_shared<std::atomic<bool>>(false));
   }
   while (true) {
     const int64_t before = n_ended_;
@@ -584,8 +609,13 @@ void Program::Wait(const std::shared_ptr<Flight>& flight) {
   if (!flight->status.ok()) failure = flight->status.message;
 }
 
-// As tfscale.fit.agreement does it: false where the program ends.
-bool Program::BeginFit() {
+// As tfscale.fit.agreement does it, and the first step of a fit without callbacks that follows one
+// with: false where the program ends.
+bool Program::BeginFit(int number) {
+  const auto has_callbacks = [this](int fit) {
+    return scenario().fits[static_cast<size_t>(fit)].has_callbacks;
+  };
+  if (!has_callbacks(number) && !has_callbacks(number - 1)) return true;
   phase = "begins a fit";
   Drain();
   struct Numbers {
@@ -624,9 +654,10 @@ bool Program::BeginFit() {
 // As tfscale.fit.uneven_batches does it.
 bool Program::Fit(int number) {
   const FitDraw& fit = scenario().fits[static_cast<size_t>(number)];
-  if (!BeginFit()) return false;
+  if (!BeginFit(number)) return false;
   bool is_stopping = false;
-  bool has_met = !scenario().has_meeting;
+  const bool has_meeting = scenario().has_meeting && fit.has_callbacks;
+  bool has_met = !has_meeting;
   for (int epoch = 0; epoch < static_cast<int>(fit.n_steps.size()) && !is_stopping; ++epoch) {
     const int64_t n_given_up = engine->NumGivenUp();
     const int n_steps = fit.n_steps[static_cast<size_t>(epoch)];
@@ -640,7 +671,7 @@ bool Program::Fit(int number) {
       ++n_begun;
       if (!has_met && random().Chance(0.3)) {
         has_met = true;
-        open_meeting_ = Post(scenario().meeting, 0, kMeeting, 0, nullptr);
+        open_meeting_ = Post(scenario().meeting, 0, kMeeting, 0);
       }
       const bool fails = is_turn && IsTurn(Turn::kStepFails, number, epoch);
       const Outcome outcome = RunStep(fit.plans[static_cast<size_t>(s)], fails);
@@ -653,17 +684,18 @@ bool Program::Fit(int number) {
       if (!fit.has_eager[static_cast<size_t>(s)]) continue;
       phase = "an eager call";
       const SlotSpec& spec = scenario().eager[static_cast<size_t>(s) % scenario().eager.size()];
-      Wait(Post(spec, 0, tfscale::kEager, -1, nullptr));
+      Wait(Post(spec, 0, tfscale::kEager, -1));
       if (!failure.empty()) return false;
     }
     const bool is_void = n_begun <= 1 && engine->NumGivenUp() > n_given_up;
     world().Note("ends epoch", epoch, is_void, is_stopping);
-    if (!is_void) engine->Mark(is_stopping ? MarkKind::kStop : MarkKind::kEpochEnd);
+    if (!is_void && fit.has_callbacks)
+      engine->Mark(is_stopping ? MarkKind::kStop : MarkKind::kEpochEnd);
   }
-  engine->Mark(is_stopping ? MarkKind::kStop : MarkKind::kEpochEnd);
-  if (!scenario().has_meeting) return true;
+  if (fit.has_callbacks) engine->Mark(is_stopping ? MarkKind::kStop : MarkKind::kEpochEnd);
+  if (!has_meeting) return true;
   phase = "a meeting";
-  if (!has_met) open_meeting_ = Post(scenario().meeting, 0, kMeeting, 0, nullptr);
+  if (!has_met) open_meeting_ = Post(scenario().meeting, 0, kMeeting, 0);
   // Its caller has a time limit of its own.
   const Time limit = world().now() + 40 * kSecond;
   while (open_meeting_->n_done == 0 && world().now() < limit) {
