@@ -27,7 +27,7 @@ from mutate import ROOT, Place, cpp_places
 
 OUTPUT = ROOT / "build" / "mutation-engine.json"
 FILES = (
-    *("scheduler", "scheduler_end", "scheduler_waits", "marks", "pending", "plan_queue"),
+    *("scheduler", "leaving", "marks", "pending", "plan_queue"),
     *("reduction", "gather", "relay", "host_memory", "host_vectors"),
 )
 # Mistakes that were mended, put back: a file, what stands there, and what stood there.
@@ -38,13 +38,13 @@ FIXES = {
         "",
     ),
     "a rank leaves before the others have seen that it is quiet": (
-        "scheduler_end",
+        "leaving",
         "has_left_ = is_seen && marks_.is_quiet();",
-        "has_left_ = unquiet.empty() && marks_.is_quiet();",
+        "has_left_ = awaited.empty() && marks_.is_quiet();",
     ),
     "a failed step counts as a run": (
-        "scheduler_end",
-        "    found->second->Uncount(task);\n",
+        "scheduler",
+        "    queue.Uncount(task);\n",
         "",
     ),
     "a rank that leaves forgets earlier incarnations": (
@@ -53,19 +53,24 @@ FIXES = {
         "",
     ),
     "a stop ends what a smaller group has begun": (
-        "scheduler_end",
-        "  if (stop && found->second->is_whole()) return;\n",
+        "scheduler",
+        "    if (queue.is_whole()) return;\n",
         "",
     ),
     "a stop leaves incomplete runs waiting": (
-        "scheduler_end",
-        "if (stop) AnnounceGivenUp();",
-        "if (stop) return;",
+        "scheduler",
+        "    AnnounceGivenUp();\n    // In a smaller",
+        "    return;\n    // In a smaller",
     ),
     "marks count incomplete runs": (
-        "scheduler_end",
+        "scheduler",
         "kind == MarkKind::kLeft || n_given_up_ > 0;",
         "kind == MarkKind::kLeft;",
+    ),
+    "a run that another rank has not begun is waited for": (
+        "scheduler",
+        "if (has_heard && ending_ && !announced_.empty()) AnnounceGivenUp();",
+        "",
     ),
     "notices after the last mark": ("marks", "if (has_seen_all_) return;", ""),
     "a decoded change gather seems to move": ("gather", "  has_computed_ = false;\n", ""),

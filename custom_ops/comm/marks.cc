@@ -247,16 +247,22 @@ void Marks::DropOld() {
   }
 }
 
+std::vector<int> Marks::Others() const {
+  std::vector<int> ranks = world_.ranks;
+  ranks.erase(ranks.begin() + world_.comm->rank());
+  return ranks;
+}
+
 std::vector<int> Marks::Without(MarkKind kind) const {
-  std::vector<int> ranks;
-  for (int r = 0; r < world_.comm->size(); ++r) {
-    const auto it = received_.find(r);
-    const bool has = it != received_.end() &&
-                     std::any_of(it->second.begin(), it->second.end(), [kind](const Mark& mark) {
-                       return mark.kind == kind || mark.kind == MarkKind::kFailed;
-                     });
-    if (r != world_.comm->rank() && !has) ranks.push_back(r);
-  }
+  std::vector<int> ranks = Others();
+  const auto has_set = [&](int rank) {
+    const auto it = received_.find(rank);
+    return it != received_.end() &&
+           std::any_of(it->second.begin(), it->second.end(), [kind](const Mark& mark) {
+             return mark.kind == kind || mark.kind == MarkKind::kFailed;
+           });
+  };
+  ranks.erase(std::remove_if(ranks.begin(), ranks.end(), has_set), ranks.end());
   return ranks;
 }
 

@@ -80,6 +80,7 @@ class Marks {
   // of plans whose counts are reset.
   void StartIncarnation(int64_t incarnation, const RunCounts& counts);
 
+  std::vector<int> Others() const;
   // Other ranks that have neither set a mark of this kind nor failed.
   std::vector<int> Without(MarkKind kind) const;
   // Other ranks that have failed.

@@ -240,7 +240,7 @@ TEST(IncarnationsStartWhenNothingRuns) {
 TEST(AnOpenMeetingOutlivesMarksAndIncarnations) {
   Job job;
   if (job.size() == 1) return;
-  const SumPlan plan(job, "train", kSlots), meeting(job, "save (meeting)", 1);
+  const SumPlan plan(job, "train", kSlots), meeting = Meeting(job);
   for (int round = 0; round < 3; ++round) {
     const int first = round % job.size();
     std::vector<Sum> open;
@@ -261,7 +261,7 @@ TEST(AnOpenMeetingOutlivesMarksAndIncarnations) {
 
 TEST(AMeetingEndsWhereARankHasLeft) {
   Job job;
-  const SumPlan meeting(job, "save (meeting)", 1);
+  const SumPlan meeting = Meeting(job);
   meeting.Run(0);
   if (job.rank() == 0) return;
   CHECK_CONTAINS(meeting.Post(0, 1).Wait().message, "rank 0 has left the job");

@@ -25,6 +25,7 @@ using tfscale::Status;
 using tfscale::StatusCode;
 
 constexpr int kMeeting = 99;  // the plan of a meeting
+constexpr int kLast = 98;     // the plan of broadcasts after all fits
 
 // A rank that departs from what all do.
 enum class Turn { kNone, kStop, kUneven, kStepFails, kLeave };
@@ -51,6 +52,8 @@ struct Scenario {
   std::vector<SlotSpec> eager;
   SlotSpec meeting;
   bool has_meeting = false;
+  SlotSpec last;
+  bool has_last = false;
   std::vector<FitDraw> fits;
   Turn turn = Turn::kNone;
   int turn_rank = -1, turn_fit = 0, turn_epoch = 0, turn_step = 0;
@@ -164,6 +167,9 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   for (int i = 0; i < 3; ++i) scenario.eager.push_back(DrawSlot(random, n_ranks, 100));
   scenario.meeting = DrawSlot(random, n_ranks, 50);
   scenario.has_meeting = random.Chance(0.2);
+  scenario.last = DrawSlot(random, n_ranks, 50);
+  scenario.last.kind = Kind::kBroadcast;
+  scenario.has_last = random.Chance(0.15);
   scenario.most_compute = random.Scale(kMicro, 2 * kMilli);
 
   const double kind = static_cast<double>(random.Below(100)) / 100;
@@ -283,6 +289,8 @@ class Program {
   void Wait(const std::shared_ptr<Flight>& flight);
   bool BeginFit(int number);
   bool Fit(int number);
+  void StartIncarnation();
+  void Last();
   void Drain();
   void CheckEvents();
   void CheckHeld(const std::vector<tfscale::Event>& events, const tfscale::Event& early, int plan,
@@ -293,6 +301,7 @@ class Program {
   std::vector<int> groups_;  // ids
   std::vector<int> plans_;   // ids; -1: no member
   int meeting_ = -1;
+  int last_plan_ = -1;
   std::shared_ptr<Flight> open_meeting_;
   std::map<std::pair<int, int>, int64_t> n_posted_;  // by plan and slot, in this incarnation
   std::map<std::pair<int, int>, std::shared_ptr<Flight>> last_;
@@ -414,8 +423,10 @@ void Program::SetUp() {
   for (size_t i = 1; i < groups_.size() && scenario().has_meeting; ++i) {
     engine->RemoveGroup(groups_[i]);
   }
-  meeting_ = engine->plans().Create(0, "save (meeting)");
+  meeting_ = engine->plans().Create(0, "save", true);
   engine->plans().AddSlot(meeting_, "save");
+  last_plan_ = engine->plans().Create(0, "last");
+  engine->plans().AddSlot(last_plan_, "broadcast");
   training_.OnSetUp();
 }
 
@@ -446,6 +457,7 @@ std::shared_ptr<Flight> Program::Post(const SlotSpec& spec, int group, int plan,
   call.group = groups_[static_cast<size_t>(group)];
   call.plan = plan == tfscale::kEager ? plan
               : plan == kMeeting      ? meeting_
+              : plan == kLast         ? last_plan_
                                       : plans_[static_cast<size_t>(plan)];
   call.slot = slot < 0 ? 0 : slot;
   call.shapes = flight->work->Shapes();
@@ -643,12 +655,16 @@ bool Program::BeginFit(int number) {
   Wait(flight);
   if (!failure.empty()) return false;
   if (numbers->sum == 0) return true;
+  StartIncarnation();
+  return true;
+}
+
+void Program::StartIncarnation() {
   ++incarnation_;
   n_posted_.clear();
   last_.clear();
   n_steps_ = 0;
   engine->StartIncarnation(static_cast<int>(incarnation_));
-  return true;
 }
 
 // As tfscale.fit.uneven_batches does it.
@@ -687,7 +703,9 @@ bool Program::Fit(int number) {
       Wait(Post(spec, 0, tfscale::kEager, -1));
       if (!failure.empty()) return false;
     }
-    const bool is_void = n_begun <= 1 && engine->NumGivenUp() > n_given_up;
+    // A rank that stops between two epochs never begins the second.
+    const bool is_void =
+        (is_stopping && n_begun == 0) || (n_begun <= 1 && engine->NumGivenUp() > n_given_up);
     world().Note("ends epoch", epoch, is_void, is_stopping);
     if (!is_void && fit.has_callbacks)
       engine->Mark(is_stopping ? MarkKind::kStop : MarkKind::kEpochEnd);
@@ -704,6 +722,17 @@ bool Program::Fit(int number) {
   if (open_meeting_->n_done == 0) failure = "The meeting has taken too long.";
   if (!open_meeting_->status.ok()) failure = open_meeting_->status.message;
   return failure.empty();
+}
+
+// The root of a broadcast needs no other rank for its part: it may have left, from a later
+// incarnation, before the others begin theirs.
+void Program::Last() {
+  phase = "a last broadcast";
+  Drain();
+  for (int i = 0; i < 2 && failure.empty(); ++i) {
+    Wait(Post(scenario().last, 0, kLast, 0));
+    if (failure.empty()) StartIncarnation();
+  }
 }
 
 void Program::Drain() {
@@ -778,10 +807,12 @@ void Program::CheckHeld(const std::vector<tfscale::Event>& events, const tfscale
 void Program::Main() {
   try {
     SetUp();
-    for (size_t f = 0; f < scenario().fits.size(); ++f) {
-      if (!Fit(static_cast<int>(f))) break;
+    bool is_whole = true;
+    for (size_t f = 0; f < scenario().fits.size() && is_whole; ++f) {
+      is_whole = Fit(static_cast<int>(f));
     }
     CheckEvents();
+    if (is_whole && scenario().has_last) Last();
     phase = "leaves";
     Drain();
   } catch (const tfscale::CommError& error) {
