@@ -31,7 +31,7 @@ std::vector<int> Lanes::OwnersAt(int rank) const {
   return owners;
 }
 
-int Lanes::KeyOf(size_t lane, size_t chunk) {
+int Lanes::NewKey(size_t lane, size_t chunk) {
   arrivals_.push_back({lane, chunk, false});
   return n_keys() - 1;
 }
@@ -42,7 +42,7 @@ void Lanes::ReceiveRows() {
     lanes_[l].rows = channel_.buffers->Get(segment.row_bytes * (Local().size() - 1));
     for (size_t c = 0; c < segment.chunks.size(); ++c) {
       const Chunk& chunk = segment.chunks[c];
-      const int key = KeyOf(l, c);
+      const int key = NewKey(l, c);
       char* row = lanes_[l].rows.get();
       for (int peer : Local()) {
         if (peer == rank_) continue;
@@ -59,7 +59,7 @@ void Lanes::ReceiveSums() {
   sums_ = channel_.buffers->Get(bytes * static_cast<size_t>(hosts_.n_hosts()));
   for (size_t c = 0; c < own().chunks.size(); ++c) {
     const Chunk& chunk = own().chunks[c];
-    const int key = KeyOf(size(), c);
+    const int key = NewKey(size(), c);
     for (int host = 0; host < hosts_.n_hosts(); ++host) {
       if (host == hosts_.HostOf(rank_)) continue;
       transfers_.Receive(sums_.get() + static_cast<size_t>(host) * bytes + chunk.sum,
@@ -97,14 +97,16 @@ Lanes::Arrival Lanes::OnCompleted(int key) {
 }
 
 bool Lanes::OnSum(size_t lane, size_t chunk) {
-  Lane& of = lanes_[lane];
-  if (of.owner == rank_) return --n_sums_missing_[chunk] == 0;
-  of.is_summed[chunk] = true;
+  const Segment& segment = SegmentOf(lanes_[lane].owner);
+  if (lanes_[lane].owner == rank_) return --n_sums_missing_[chunk] == 0;
+  std::vector<bool>& is_summed = lanes_[lane].is_summed;
+  is_summed[chunk] = true;
   // In their order, in which the owner expects them: the last one, being shorter, may be complete
   // before the one ahead of it.
-  for (; of.n_sent < of.is_summed.size() && of.is_summed[of.n_sent]; ++of.n_sent) {
-    const Chunk& next = SegmentOf(of.owner).chunks[of.n_sent];
-    transfers_.Send(of.summed + next.sum, next.sum_bytes, of.owner, channel_.tag);
+  for (size_t& next = lanes_[lane].n_sent; next < is_summed.size() && is_summed[next]; ++next) {
+    const Chunk& sent = segment.chunks[next];
+    transfers_.Send(lanes_[lane].summed + sent.sum, sent.sum_bytes, lanes_[lane].owner,
+                    channel_.tag);
   }
   return false;
 }

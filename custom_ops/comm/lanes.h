@@ -16,7 +16,7 @@ namespace tfscale {
 // transfers with; how rows are summed is up to the operation, and which of the steps it needs.
 class Lanes {
  public:
-  static constexpr int kTags = 1;
+  static constexpr int kTags = 1;  // of the operation's, the first
   // Places in a segment, in bytes: as it is in a row, and in a sum, which may be encoded.
   struct Chunk {
     size_t row, row_bytes;
@@ -44,7 +44,7 @@ class Lanes {
     bool is_complete;  // no other row, or sum, of the chunk is missing
   };
 
-  // Segments by rank. Uses the channel's first tag, and keys below n_keys().
+  // Segments by rank. Uses keys below n_keys().
   Lanes(const Channel& channel, Transfers& transfers, const HostLayout& hosts,
         std::vector<Segment> segments);
 
@@ -77,8 +77,8 @@ class Lanes {
   const std::vector<int>& Local() const { return hosts_.RanksOf(hosts_.HostOf(rank_)); }
   // Those whose segments `rank` sums for its host, other hosts' first.
   std::vector<int> OwnersAt(int rank) const;
-  // The key of transfers that bring rows or sums of a chunk.
-  int KeyOf(size_t lane, size_t chunk);
+  // A key for transfers that bring rows or sums of a chunk.
+  int NewKey(size_t lane, size_t chunk);
 
   const Channel& channel_;
   Transfers& transfers_;

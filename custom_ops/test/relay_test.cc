@@ -5,6 +5,7 @@
 
 #include "comm/reduce.h"
 #include "comm/reduction.h"
+#include "comm/relay.h"
 #include "test/plans_job.h"
 
 namespace tfscale {
