@@ -26,6 +26,7 @@ namespace tfscale {
 template <typename Args, typename Code>
 class CodedReduction : public Operation {
  public:
+  CodedReduction(Args args, Code code) : args_(std::move(args)), code_(code) {}
   // As sent: what an uncompressed vector has four bytes for.
   size_t bytes() const override {
     size_t total = 0;
@@ -46,7 +47,6 @@ class CodedReduction : public Operation {
     std::vector<std::vector<Run>> runs;  // by chunk
   };
 
-  CodedReduction(Args args, Code code) : args_(std::move(args)), code_(code) {}
   bool has_computed() const override { return has_computed_; }
 
   bool keeps_errors() const { return !args_.errors.empty(); }
@@ -76,9 +76,11 @@ class CodedReduction : public Operation {
     segment->sum_bytes += code_.Bytes(count);
   }
 
-  // Takes the segments of all ranks. Those with chunks have lanes, which receive their rows.
-  void OpenLanes(std::vector<Segment> segments) {
-    segments_ = std::move(segments);
+  // Has plan(rank) for each rank. Segments with chunks have lanes, which receive their rows.
+  template <typename Plan>
+  void OpenLanes(Plan plan) {
+    segments_.reserve(static_cast<size_t>(size()));
+    for (int r = 0; r < size(); ++r) segments_.push_back(plan(r));
     size_t n_bytes = 0;
     cuts_.assign(1, 0);
     for (Segment& segment : segments_) {

@@ -22,8 +22,7 @@ constexpr size_t kGrain = 16 * 1024;  // values, a multiple of every block
 // what the codes decode to. Encoding one chunk overlaps the transfer of those before it.
 class QuantizedReduction : public CodedReduction<QuantizedArgs, BlockCode> {
  public:
-  explicit QuantizedReduction(QuantizedArgs args)
-      : CodedReduction(args, BlockCode(args.bits, args.block)) {}
+  using CodedReduction::CodedReduction;
 
  protected:
   void Begin() override {
@@ -31,9 +30,7 @@ class QuantizedReduction : public CodedReduction<QuantizedArgs, BlockCode> {
     // As many chunks as float32 would have.
     chunk_bytes_ =
         std::max<size_t>(64, channel_.chunk_bytes * static_cast<size_t>(args_.bits) / 32);
-    std::vector<Segment> segments;
-    for (int r = 0; r < size(); ++r) segments.push_back(PlanSegment(static_cast<size_t>(r)));
-    OpenLanes(std::move(segments));
+    OpenLanes([this](int owner) { return PlanSegment(static_cast<size_t>(owner)); });
     // The first chunks of all lanes, then the second: all links are in use from the start.
     size_t n_chunks = 0;
     for (const Segment& segment : segments_) n_chunks = std::max(n_chunks, segment.chunks.size());
@@ -167,7 +164,8 @@ class QuantizedReduction : public CodedReduction<QuantizedArgs, BlockCode> {
 }  // namespace
 
 OperationHandle MakeQuantizedReduction(QuantizedArgs args) {
-  return HandleOf(new QuantizedReduction(std::move(args)));
+  const BlockCode code(args.bits, args.block);
+  return HandleOf(new QuantizedReduction(std::move(args), code));
 }
 
 }  // namespace tfscale

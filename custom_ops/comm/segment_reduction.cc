@@ -69,8 +69,8 @@ class SegmentReduction : public ReductionAlgorithm {
     for (size_t r = 0; r < v_.n_ranks(); ++r) {
       cuts.push_back(cuts.back() + lanes_.SegmentOf(static_cast<int>(r)).row_bytes);
     }
-    spread_.emplace(v_.transfers, v_.hosts, v_.rank(), v_.channel.tag + Lanes::kTags, v_.chunk_bytes(),
-                    lanes_.n_keys());
+    spread_.emplace(v_.transfers, v_.hosts, v_.rank(), v_.channel.tag + Lanes::kTags,
+                    v_.chunk_bytes(), lanes_.n_keys());
     spread_->Receive(v_.out, cuts);
   }
 

@@ -21,15 +21,12 @@ constexpr size_t kChunksAtOnce = 64;
 // the same bits. Sums of few values are no longer sparse, so they are not encoded again.
 class SparseReduction : public CodedReduction<SparseArgs, SparseCode> {
  public:
-  explicit SparseReduction(SparseArgs args)
-      : CodedReduction(args, SparseCode(args.share, args.chunk)) {}
+  using CodedReduction::CodedReduction;
 
  protected:
   void Begin() override {
     RequireParts();
-    std::vector<Segment> segments;
-    for (int r = 0; r < size(); ++r) segments.push_back(PlanSegment(r));
-    OpenLanes(std::move(segments));
+    OpenLanes([this](int encoder) { return PlanSegment(encoder); });
     for (int host = 0; host < hosts().n_hosts(); ++host) {
       for (int r : hosts().RanksOf(host)) {
         for (const Run& run : SegmentOf(r).runs[0]) to_decode_.emplace_back(r, &run);
@@ -132,7 +129,8 @@ class SparseReduction : public CodedReduction<SparseArgs, SparseCode> {
 }  // namespace
 
 OperationHandle MakeSparseReduction(SparseArgs args) {
-  return HandleOf(new SparseReduction(std::move(args)));
+  const SparseCode code(args.share, args.chunk);
+  return HandleOf(new SparseReduction(std::move(args), code));
 }
 
 }  // namespace tfscale

@@ -1,11 +1,12 @@
 // Allreduces whose blocks pass other ranks, on few and on many ranks.
+#include "comm/relay.h"
+
 #include <algorithm>
 #include <string>
 #include <vector>
 
 #include "comm/reduce.h"
 #include "comm/reduction.h"
-#include "comm/relay.h"
 #include "test/plans_job.h"
 
 namespace tfscale {
