@@ -28,7 +28,8 @@ from mutate import ROOT, Place, cpp_places
 OUTPUT = ROOT / "build" / "mutation-engine.json"
 FILES = (
     *("scheduler", "leaving", "marks", "pending", "plan_queue"),
-    *("reduction", "gather", "relay", "host_memory", "host_vectors"),
+    *("reduction", "relayed_reduction", "segment_reduction", "memory_reduction"),
+    *("lanes", "quantized_reduction", "gather", "relay", "host_memory", "host_vectors"),
 )
 # Mistakes that were mended, put back: a file, what stands there, and what stood there.
 FIXES = {

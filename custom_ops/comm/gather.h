@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/collectives.h"
+#include "comm/arguments.h"
 #include "comm/operation.h"
 #include "comm/quantize.h"
 #include "comm/spread.h"
