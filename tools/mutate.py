@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "mutation.json"
-# Plan, executor, shards, averaging, clipping, accumulation, checkpoints; scheduler, reduction.
+# Plan, executor, shards, averaging, clipping, accumulation, checkpoints; scheduler, reductions.
 CORE = (
     "tfscale/plan/*.py",
     "tfscale/exchange/*.py",
@@ -37,7 +37,8 @@ CORE = (
     "tfscale/data/*.py",
     "custom_ops/comm/scheduler*.cc",
     "custom_ops/comm/plan*.cc",
-    "custom_ops/comm/reduc*.cc",
+    "custom_ops/comm/*reduc*.cc",
+    "custom_ops/comm/lanes.cc",
     "custom_ops/comm/collectives.cc",
     "custom_ops/comm/gather.cc",
 )

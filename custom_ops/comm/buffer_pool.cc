@@ -24,7 +24,7 @@ BufferPool::~BufferPool() {
 BufferPool::Buffer BufferPool::Get(size_t bytes) {
   const size_t rounded = RoundUp(bytes);
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     const auto it = free_.find(rounded);
     if (it != free_.end()) {
       Buffer buffer(it->second, Returner{this, it->first});
@@ -38,7 +38,7 @@ BufferPool::Buffer BufferPool::Get(size_t bytes) {
 }
 
 void BufferPool::Return(char* data, size_t bytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   free_.emplace(bytes, data);
 }
 

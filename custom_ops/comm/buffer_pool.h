@@ -5,7 +5,8 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
+
+#include "comm/mutex.h"
 
 namespace tfscale {
 
@@ -32,8 +33,8 @@ class BufferPool {
  private:
   void Return(char* data, size_t bytes);
 
-  std::mutex mutex_;
-  std::multimap<size_t, char*> free_;  // guarded by mutex_
+  Mutex mutex_;
+  std::multimap<size_t, char*> free_ TFSCALE_GUARDED_BY(mutex_);
 };
 
 }  // namespace tfscale

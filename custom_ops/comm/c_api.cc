@@ -29,6 +29,12 @@ Result Guarded(Result on_error, Body body) {
   }
 }
 
+// The same of a body without a result: 0 or -1.
+template <typename Body>
+int Done(Body body) {
+  return Guarded(-1, [&] { return body(), 0; });
+}
+
 std::shared_ptr<Engine> Running() {
   std::shared_ptr<Engine> engine = Engine::Get();
   if (!engine) throw CommError("tfscale is not initialised. Call tfscale.init() first.");
@@ -101,10 +107,7 @@ int tfscale_thread_level() {
 }
 
 int tfscale_host_place(int fortran_comm, tfscale::HostPlace* place) {
-  return Guarded(-1, [&] {
-    *place = tfscale::FindHostPlace(Parent(fortran_comm));
-    return 0;
-  });
+  return Done([&] { *place = tfscale::FindHostPlace(Parent(fortran_comm)); });
 }
 
 int tfscale_add_group(const int* ranks, int n_ranks) {
@@ -112,14 +115,11 @@ int tfscale_add_group(const int* ranks, int n_ranks) {
 }
 
 int tfscale_remove_group(int group) {
-  return Guarded(-1, [&] {
-    Running()->RemoveGroup(group);
-    return 0;
-  });
+  return Done([&] { Running()->RemoveGroup(group); });
 }
 
-int tfscale_plan_create(int group, const char* name) {
-  return Guarded(-1, [&] { return Running()->plans().Create(group, name); });
+int tfscale_plan_create(int group, const char* name, int is_patient) {
+  return Guarded(-1, [&] { return Running()->plans().Create(group, name, is_patient != 0); });
 }
 
 int tfscale_plan_add_slot(int plan, const char* name, const char* signature) {
@@ -127,17 +127,11 @@ int tfscale_plan_add_slot(int plan, const char* name, const char* signature) {
 }
 
 int tfscale_mark(int kind) {
-  return Guarded(-1, [&] {
-    Running()->Mark(static_cast<tfscale::MarkKind>(kind));
-    return 0;
-  });
+  return Done([&] { Running()->Mark(static_cast<tfscale::MarkKind>(kind)); });
 }
 
 int tfscale_start_incarnation(int incarnation) {
-  return Guarded(-1, [&] {
-    Running()->StartIncarnation(incarnation);
-    return 0;
-  });
+  return Done([&] { Running()->StartIncarnation(incarnation); });
 }
 
 int64_t tfscale_num_given_up() {
@@ -145,10 +139,7 @@ int64_t tfscale_num_given_up() {
 }
 
 int tfscale_fail(const char* why) {
-  return Guarded(-1, [&] {
-    Running()->Fail(why);
-    return 0;
-  });
+  return Done([&] { Running()->Fail(why); });
 }
 
 int64_t tfscale_num_pending() { return tfscale::PendingVariables::Get().n_pending(); }

@@ -35,8 +35,8 @@ int tfscale_add_group(const int* ranks, int n_ranks);
 // Frees a process set's communicator once nothing uses it. Returns 0 or -1.
 int tfscale_remove_group(int group);
 
-// Returns the id of a new plan over a group, or -1.
-int tfscale_plan_create(int group, const char* name);
+// Returns the id of a new plan over a group, or -1. `is_patient`: see PlanSpec.
+int tfscale_plan_create(int group, const char* name, int is_patient);
 // Returns the number of the new slot, or -1.
 int tfscale_plan_add_slot(int plan, const char* name, const char* signature);
 

@@ -5,47 +5,27 @@
 #include "comm/broadcast.h"
 #include "comm/engine.h"
 #include "comm/gather.h"
-#include "comm/quantized_reduction.h"
-#include "comm/reduction.h"
-#include "comm/sparse_reduction.h"
 
 namespace tfscale {
-namespace {
-
-template <typename T, typename... Args>
-OperationHandle Make(Args&&... args) {
-  return {new T(std::forward<Args>(args)...), [](Operation* operation) { delete operation; }};
-}
-
-}  // namespace
-
-OperationHandle MakeReduction(ReductionArgs args) { return Make<Reduction>(std::move(args)); }
-
-OperationHandle MakeQuantizedReduction(QuantizedArgs args) {
-  return Make<QuantizedReduction>(std::move(args));
-}
-
-OperationHandle MakeSparseReduction(SparseArgs args) {
-  return Make<SparseReduction>(std::move(args));
-}
-
 OperationHandle MakeAllgather(const void* input, size_t bytes, AllocateOutput allocate) {
-  return Make<Allgather>(input, bytes, std::move(allocate));
+  return HandleOf(new Allgather(input, bytes, std::move(allocate)));
 }
 
 OperationHandle MakeSegmentGather(void* buffer, std::vector<size_t> cuts) {
-  return Make<SegmentGather>(buffer, std::move(cuts));
+  return HandleOf(new SegmentGather(buffer, std::move(cuts)));
 }
 
-OperationHandle MakeChangeGather(ChangesArgs args) { return Make<ChangeGather>(std::move(args)); }
+OperationHandle MakeChangeGather(ChangesArgs args) {
+  return HandleOf(new ChangeGather(std::move(args)));
+}
 
 OperationHandle MakeAlltoall(const void* input, std::vector<int64_t> bytes,
                              AllocateOutput allocate) {
-  return Make<Alltoall>(input, std::move(bytes), std::move(allocate));
+  return HandleOf(new Alltoall(input, std::move(bytes), std::move(allocate)));
 }
 
 OperationHandle MakeBroadcast(const void* input, void* output, size_t bytes, int root) {
-  return Make<Broadcast>(input, output, bytes, root);
+  return HandleOf(new Broadcast(input, output, bytes, root));
 }
 
 void Submit(OperationHandle operation, Call call) {

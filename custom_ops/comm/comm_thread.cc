@@ -120,11 +120,7 @@ void CommThread::Run() {
     TakeItems(wait);
     wait = NextWait(scheduler_.Step());
   }
-  WaitForOthersToLeave();
-}
-
-void CommThread::WaitForOthersToLeave() {
-  while (!scheduler_.has_failed() && !scheduler_.has_left() && !scheduler_.is_cut_off()) {
+  while (!scheduler_.is_over()) {
     if (!scheduler_.StepLeave()) std::this_thread::sleep_for(microseconds(200));
   }
 }

@@ -29,7 +29,6 @@ class CommThread {
   void TakeItems(std::chrono::microseconds wait);
   std::chrono::microseconds NextWait(bool has_moved);
   void PinToCore() const;
-  void WaitForOthersToLeave();
 
   const EngineOptions& options_;
   WorkQueue& queue_;

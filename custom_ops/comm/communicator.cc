@@ -17,13 +17,13 @@ constexpr size_t kReadBytes = size_t{1} << 20;
 
 Communicator::Communicator(MPI_Comm comm, HostLayout hosts, std::vector<pid_t> readable,
                            size_t least_read_bytes)
-    : comm_(comm),
+    : comm_(new MPI_Comm(comm)),
       hosts_(std::move(hosts)),
       readable_(std::move(readable)),
       least_read_bytes_(least_read_bytes) {
-  Check(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  Check(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
-  Check(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
+  Check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  Check(MPI_Comm_rank(comm, &rank_), "MPI_Comm_rank");
+  Check(MPI_Comm_size(comm, &size_), "MPI_Comm_size");
   int* value = nullptr;
   int is_set = 0;
   // The attribute is predefined on the world communicator only.
@@ -60,25 +60,10 @@ Communicator Communicator::ForRanks(const Communicator& parent, const std::vecto
   return {comm, HostLayout(hosts), std::move(readable), parent.least_read_bytes()};
 }
 
-Communicator::Communicator(Communicator&& other) noexcept : hosts_(HostLayout::Flat(0)) {
-  *this = std::move(other);
-}
-
-Communicator& Communicator::operator=(Communicator&& other) noexcept {
-  std::swap(comm_, other.comm_);
-  rank_ = other.rank_;
-  size_ = other.size_;
-  max_tag_ = other.max_tag_;
-  std::swap(hosts_, other.hosts_);
-  std::swap(readable_, other.readable_);
-  least_read_bytes_ = other.least_read_bytes_;
-  return *this;
-}
-
-Communicator::~Communicator() {
+void Communicator::Free::operator()(MPI_Comm* comm) const {
   int is_finalized = 0;
-  if (comm_ == MPI_COMM_NULL) return;
-  if (MPI_Finalized(&is_finalized) == MPI_SUCCESS && !is_finalized) MPI_Comm_free(&comm_);
+  if (MPI_Finalized(&is_finalized) == MPI_SUCCESS && !is_finalized) MPI_Comm_free(comm);
+  delete comm;
 }
 
 Transfers::Transfers(const Communicator& comm, size_t max_message_bytes)

@@ -30,15 +30,11 @@ class Communicator {
   // distinguishes groups that are made at the same time.
   static Communicator ForRanks(const Communicator& parent, const std::vector<int>& ranks, int tag);
 
-  Communicator(Communicator&& other) noexcept;
-  Communicator& operator=(Communicator&& other) noexcept;
-  ~Communicator();
-
   int rank() const { return rank_; }
   int size() const { return size_; }
   // Largest tag that MPI accepts here.
   int max_tag() const { return max_tag_; }
-  MPI_Comm get() const { return comm_; }
+  MPI_Comm get() const { return *comm_; }
   const HostLayout& hosts() const { return hosts_; }
   // The process of a rank whose memory this one can read; 0 for others.
   pid_t ReadablePid(int rank) const { return readable_[static_cast<size_t>(rank)]; }
@@ -48,7 +44,10 @@ class Communicator {
   Communicator(MPI_Comm comm, HostLayout hosts, std::vector<pid_t> readable,
                size_t least_read_bytes);
 
-  MPI_Comm comm_ = MPI_COMM_NULL;
+  struct Free {
+    void operator()(MPI_Comm* comm) const;
+  };
+  std::unique_ptr<MPI_Comm, Free> comm_;
   int rank_ = 0;
   int size_ = 1;
   int max_tag_ = 0;

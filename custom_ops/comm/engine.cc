@@ -2,23 +2,22 @@
 
 #include <condition_variable>
 #include <exception>
-#include <mutex>
-#include <numeric>
 #include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
 
 #include "comm/gather.h"
+#include "comm/mutex.h"
 
 namespace tfscale {
 namespace {
 
 constexpr size_t kEvents = 1 << 16;
 
-std::mutex engine_mutex;
+Mutex engine_mutex;
 // Never destroyed by the process's exit: MPI must not be called after main.
-std::shared_ptr<Engine>& Instance() {
+std::shared_ptr<Engine>& Instance() TFSCALE_REQUIRES(engine_mutex) {
   static auto* engine = new std::shared_ptr<Engine>();
   return *engine;
 }
@@ -33,20 +32,20 @@ std::shared_ptr<Engine>& Instance() {
 class Answer {
  public:
   void Set(const Status& status) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     status_ = status;
     is_set_.notify_one();
   }
   Status Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    is_set_.wait(lock, [this] { return status_.has_value(); });
+    Lock lock(mutex_);
+    while (!status_) lock.Wait(is_set_);
     return *status_;
   }
 
  private:
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable is_set_;
-  std::optional<Status> status_;  // guarded by mutex_
+  std::optional<Status> status_ TFSCALE_GUARDED_BY(mutex_);
 };
 
 // Until the process ends.
@@ -82,20 +81,20 @@ Engine::~Engine() {
 }
 
 std::shared_ptr<Engine> Engine::Get() {
-  std::lock_guard<std::mutex> lock(engine_mutex);
+  Lock lock(engine_mutex);
   return Instance();
 }
 
 void Engine::Start(MPI_Comm comm, const EngineOptions& options, std::unique_ptr<MpiEnv> env) {
   auto engine = std::make_shared<Engine>(comm, options, std::move(env));
-  std::lock_guard<std::mutex> lock(engine_mutex);
+  Lock lock(engine_mutex);
   Instance() = std::move(engine);
 }
 
 Engine::End Engine::Stop() {
   std::shared_ptr<Engine> engine;
   {
-    std::lock_guard<std::mutex> lock(engine_mutex);
+    Lock lock(engine_mutex);
     engine = std::exchange(Instance(), nullptr);
   }
   // Threads that submit hold it for a moment. It must end here, on the main
@@ -152,21 +151,9 @@ void Engine::RunOnCommThread(const std::function<void()>& command) {
 
 std::vector<std::string> Engine::GatherTexts(const std::string& name, const std::string& text) {
   // On the heap: a cancelled gather may outlive this call.
-  struct Texts {
-    std::string own;
-    std::vector<int64_t> lengths;
-    std::string every;
-  };
-  auto texts = std::make_shared<Texts>();
-  texts->own = text;
+  auto texts = std::make_shared<Texts>(Texts{text});
   Task task;
-  task.operation = std::make_unique<Allgather>(
-      texts->own.data(), text.size(), [texts = texts.get()](const std::vector<int64_t>& bytes) {
-        texts->lengths = bytes;
-        texts->every.resize(
-            static_cast<size_t>(std::accumulate(bytes.begin(), bytes.end(), int64_t{0})));
-        return static_cast<void*>(texts->every.data());
-      });
+  task.operation = texts->Gather();
   task.operation->KeepAlive(texts);
   task.name = name;
   auto ended = std::make_shared<Answer>();
@@ -174,13 +161,7 @@ std::vector<std::string> Engine::GatherTexts(const std::string& name, const std:
   Submit(std::move(task));
   const Status status = ended->Wait();
   if (!status.ok()) throw CommError(status.message);
-  std::vector<std::string> every;
-  size_t begin = 0;
-  for (int64_t length : texts->lengths) {
-    every.push_back(texts->every.substr(begin, static_cast<size_t>(length)));
-    begin += static_cast<size_t>(length);
-  }
-  return every;
+  return texts->Split();
 }
 
 int Engine::AddGroup(const std::vector<int>& ranks) {
@@ -211,28 +192,6 @@ void Engine::RemoveGroup(int id) {
   bool is_free = false;
   RunOnCommThread([&] { is_free = scheduler_->RemoveGroup(id); });
   if (is_free) group_ids_.erase(id);
-}
-
-void Engine::Mark(MarkKind kind) {
-  RunOnCommThread([&] { scheduler_->Mark(kind); });
-}
-
-void Engine::StartIncarnation(int incarnation) {
-  RunOnCommThread([&] { scheduler_->StartIncarnation(incarnation); });
-}
-
-int64_t Engine::NumGivenUp() {
-  int64_t n = 0;
-  RunOnCommThread([&] { n = scheduler_->n_given_up(); });
-  return n;
-}
-
-void Engine::GiveUpStranded() {
-  RunOnCommThread([this] { scheduler_->GiveUpStranded(); });
-}
-
-void Engine::Fail(const std::string& why) {
-  RunOnCommThread([&] { scheduler_->Fail(why); });
 }
 
 }  // namespace tfscale

@@ -26,6 +26,18 @@ namespace tfscale {
 
 // Owns MPI, the plans and the communication thread. One per process. Public
 // methods may be called from any thread and do not block unless they say so.
+//
+// The threads of a process, and what they use of the engine:
+//   thread         runs                                    uses
+//   main           init, shutdown, eager calls, marks      MPI, while there is no other; Engine
+//   TensorFlow's   ops of steps, and their cancellation    Submit, GiveUpWaiting, BufferPool,
+//                                                          PendingVariables
+//   communication  CommThread::Run: the Scheduler with     MPI, and alone all that has no mutex;
+//                  all that it owns; `done`, and waiters   takes from the WorkQueue
+//                  of PendingVariables
+//   workers        parts of WorkerPool::For, while the     the memory of operations, and that of
+//                  communication thread is in it           other ranks
+//   Python's       meetings, metrics, timelines            Submit, PlanTable, EventLog, Traffic
 class Engine {
  public:
   // Collective over `comm`; blocking; on the main thread.
@@ -69,14 +81,24 @@ class Engine {
   // See Scheduler::RemoveGroup.
   void RemoveGroup(int id);
   // Blocking until the mark has been posted.
-  void Mark(MarkKind kind);
-  void StartIncarnation(int incarnation);
-  // Steps given up since the start of this incarnation.
-  int64_t NumGivenUp();
-  // See Scheduler::GiveUpStranded. Blocking until it is done.
-  void GiveUpStranded();
-  // Fails all collectives, these and later ones.
-  void Fail(const std::string& why);
+  void Mark(MarkKind kind) {
+    RunOnCommThread([&] { scheduler_->Mark(kind); });
+  }
+  // These are as those of the Scheduler; blocking until they are done.
+  void StartIncarnation(int incarnation) {
+    RunOnCommThread([&] { scheduler_->StartIncarnation(incarnation); });
+  }
+  int64_t NumGivenUp() {
+    int64_t n = 0;
+    RunOnCommThread([&] { n = scheduler_->n_given_up(); });
+    return n;
+  }
+  void GiveUpStranded() {
+    RunOnCommThread([&] { scheduler_->GiveUpStranded(); });
+  }
+  void Fail(const std::string& why) {
+    RunOnCommThread([&] { scheduler_->Fail(why); });
+  }
 
  private:
   // Returns the texts of all ranks, by rank. Collective; blocking.

@@ -2,10 +2,11 @@
 #ifndef TFSCALE_COMM_EVENT_LOG_H_
 #define TFSCALE_COMM_EVENT_LOG_H_
 
+#include <algorithm>
 #include <cstddef>
-#include <mutex>
-#include <vector>
+#include <deque>
 
+#include "comm/mutex.h"
 #include "comm/task.h"
 
 namespace tfscale {
@@ -13,33 +14,28 @@ namespace tfscale {
 // A ring: events that are not taken in time are overwritten. Thread-safe.
 class EventLog {
  public:
-  explicit EventLog(size_t capacity) : capacity_(capacity) { ring_.reserve(capacity); }
+  explicit EventLog(size_t capacity) : capacity_(capacity) {}
 
   void Add(const Event& event) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (ring_.size() < capacity_) {
-      ring_.push_back(event);
-    } else {
-      ring_[n_added_ % capacity_] = event;
-    }
-    ++n_added_;
-    if (n_added_ - n_taken_ > capacity_) n_taken_ = n_added_ - capacity_;
+    Lock lock(mutex_);
+    events_.push_back(event);
+    if (events_.size() > capacity_) events_.pop_front();
   }
 
   // Moves up to `capacity` of the oldest events to `out`; returns how many.
   size_t Take(Event* out, size_t capacity) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    size_t n = 0;
-    for (; n < capacity && n_taken_ < n_added_; ++n) out[n] = ring_[n_taken_++ % capacity_];
-    return n;
+    Lock lock(mutex_);
+    const auto end =
+        events_.begin() + static_cast<std::ptrdiff_t>(std::min(capacity, events_.size()));
+    const auto n = std::copy(events_.begin(), end, out) - out;
+    events_.erase(events_.begin(), end);
+    return static_cast<size_t>(n);
   }
 
  private:
   const size_t capacity_;
-  std::mutex mutex_;
-  std::vector<Event> ring_;  // up to its capacity; all below guarded by mutex_
-  size_t n_added_ = 0;
-  size_t n_taken_ = 0;
+  Mutex mutex_;
+  std::deque<Event> events_ TFSCALE_GUARDED_BY(mutex_);
 };
 
 }  // namespace tfscale

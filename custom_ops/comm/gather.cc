@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -200,6 +201,25 @@ void Alltoall::ReceiveData(char* out, const std::vector<size_t>& cuts) {
       std::memcpy(out + begin, input_ + offsets_[static_cast<size_t>(rank())], bytes);
     }
   }
+}
+
+std::unique_ptr<Operation> Texts::Gather() {
+  const auto allocate = [this](const std::vector<int64_t>& bytes) {
+    lengths = bytes;
+    every.resize(static_cast<size_t>(std::accumulate(bytes.begin(), bytes.end(), int64_t{0})));
+    return static_cast<void*>(every.data());
+  };
+  return std::make_unique<Allgather>(own.data(), own.size(), allocate);
+}
+
+std::vector<std::string> Texts::Split() const {
+  std::vector<std::string> texts;
+  size_t begin = 0;
+  for (int64_t length : lengths) {
+    texts.push_back(every.substr(begin, static_cast<size_t>(length)));
+    begin += static_cast<size_t>(length);
+  }
+  return texts;
 }
 
 }  // namespace tfscale

@@ -4,11 +4,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "comm/collectives.h"
+#include "comm/arguments.h"
 #include "comm/operation.h"
 #include "comm/quantize.h"
 #include "comm/spread.h"
@@ -158,6 +160,16 @@ class Alltoall : public Exchange {
   const char* input_;
   const std::vector<int64_t> bytes_;
   std::vector<int64_t> offsets_;  // one more than ranks
+};
+
+// Texts of all ranks. It must outlive the operation that gathers them.
+struct Texts {
+  std::string own;
+  std::string every = {};  // one after another
+  std::vector<int64_t> lengths = {};
+
+  std::unique_ptr<Operation> Gather();
+  std::vector<std::string> Split() const;
 };
 
 }  // namespace tfscale

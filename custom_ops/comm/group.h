@@ -41,6 +41,11 @@ struct Group {
     const int available = (comm->max_tag() - 1 - first) / kTagsPerOperation;
     return first + plan_index % available * kTagsPerOperation;
   }
+  // In the world, of members by their places.
+  std::vector<int> RanksOf(std::vector<int> members) const {
+    for (int& member : members) member = ranks[static_cast<size_t>(member)];
+    return members;
+  }
   int MarkTag() const { return comm->max_tag(); }
   // MPI promises 32767 tags only; most have 2^28 or more.
   int n_incarnations() const { return std::clamp(comm->max_tag() >> 18, 16, 1024); }

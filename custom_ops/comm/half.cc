@@ -1,7 +1,5 @@
 #include "comm/half.h"
 
-#include <cstring>
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -9,18 +7,6 @@
 
 namespace tfscale {
 namespace {
-
-uint32_t Bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 float HalfToFloatOne(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
@@ -38,7 +24,7 @@ float HalfToFloatOne(uint16_t half) {
 uint16_t FloatToHalfOne(float value) {
   const uint32_t bits = Bits(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
-  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t magnitude = bits & kMagnitude;
   if (magnitude > 0x7f800000u) {
     return sign | 0x7e00u | static_cast<uint16_t>((magnitude >> 13) & 0x3ffu);  // NaN
   }
@@ -102,16 +88,11 @@ void FloatToHalf(const float* in, uint16_t* out, size_t count) {
 }
 
 void BfloatToFloat(const uint16_t* in, float* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) out[i] = FromBits(static_cast<uint32_t>(in[i]) << 16);
+  for (size_t i = 0; i < count; ++i) out[i] = FromBfloat(in[i]);
 }
 
 void FloatToBfloat(const float* in, uint16_t* out, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    const uint32_t bits = Bits(in[i]);
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    out[i] = static_cast<uint16_t>((is_nan ? (bits | 0x400000u) : rounded) >> 16);
-  }
+  for (size_t i = 0; i < count; ++i) out[i] = ToBfloat(in[i]);
 }
 
 }  // namespace tfscale

@@ -45,7 +45,7 @@ HostVectors::HostVectors(const Channel& channel, Transfers& transfers,
   while (ranks_[own_] != channel_.comm->rank()) ++own_;
 }
 
-void HostVectors::Share(Pieces input, Pieces output, size_t bytes, int tag, int key) {
+void HostVectors::Share(Pieces input, Pieces output, size_t bytes, int tag) {
   table_.resize(2);  // how many places follow
   table_[0].iov_len = Append(input, &table_);
   table_[1].iov_len = Append(output, &table_);
@@ -53,7 +53,7 @@ void HostVectors::Share(Pieces input, Pieces output, size_t bytes, int tag, int 
   vectors_[own_].output = std::move(output);
   n_missing_ = ranks_.size() - 1;
   for (size_t i = 0; i < ranks_.size(); ++i) {
-    if (i != own_) transfers_.Expect(&vectors_[i].table, bytes, ranks_[i], tag, key);
+    if (i != own_) transfers_.Expect(&vectors_[i].table, bytes, ranks_[i], tag, kKey);
   }
   for (size_t i = 0; i < ranks_.size(); ++i) {
     if (i != own_) transfers_.Offer(table_.data(), bytes, ranks_[i], tag);

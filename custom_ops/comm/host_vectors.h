@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "comm/collectives.h"
+#include "comm/arguments.h"
 #include "comm/host_memory.h"
 #include "comm/operation.h"
 
@@ -15,13 +15,16 @@ namespace tfscale {
 // or needs; nothing is copied first, wherever the tensors of a vector are.
 class HostVectors {
  public:
+  // Of its transfers; the operation's other keys are at least 0.
+  static constexpr int kKey = -2;
+
   // `ranks` are those of the host, in ascending order, with this one among them.
   HostVectors(const Channel& channel, Transfers& transfers, const std::vector<int>& ranks);
 
   // Tells the others where this rank's vectors of `bytes` are, which must stay until the
   // operation ends. The output may be empty where it is not fetched.
-  void Share(Pieces input, Pieces output, size_t bytes, int tag, int key);
-  // For each completed transfer with the key of Share.
+  void Share(Pieces input, Pieces output, size_t bytes, int tag);
+  // For each completed transfer with the key.
   void OnCompleted();
   bool is_complete() const { return n_missing_ == 0; }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 
 #include "comm/mpi_env.h"
 #include "comm/task.h"
@@ -30,8 +29,10 @@ bool IsNotice(MarkKind kind) {
 std::string Explain(MarkKind kind, int rank, int64_t count, const std::string& text) {
   const std::string who = "rank " + std::to_string(rank);
   switch (kind) {
-    case MarkKind::kStop:
     case MarkKind::kGivenUp:
+      if (!text.empty()) return text;
+      [[fallthrough]];
+    case MarkKind::kStop:
       return who + " stopped training after step " + std::to_string(count);
     case MarkKind::kEpochEnd:
       return "ranks have unequal numbers of steps. Received: " + who +
@@ -91,8 +92,24 @@ void Marks::Send(MarkKind kind, const RunCounts& counts, const std::string& text
   SendToAll(mark);
 }
 
-void Marks::Announce(const RunCounts& counts) {
-  SendToAll({incarnation_, generation_, MarkKind::kGivenUp, {{incarnation_, counts}}, ""});
+void Marks::Announce(const RunCounts& counts, const Status& why) {
+  const bool is_stop = why.code == StatusCode::kStopped;
+  SendToAll({incarnation_,
+             generation_,
+             MarkKind::kGivenUp,
+             {{incarnation_, counts}},
+             is_stop ? "" : why.message});
+}
+
+std::set<PlanKey> Marks::Announced() const {
+  std::set<PlanKey> plans;
+  for (const auto& [rank, marks] : received_) {
+    for (const Mark& mark : marks) {
+      if (mark.kind != MarkKind::kGivenUp || mark.incarnation != incarnation_) continue;
+      for (const auto& [plan, count] : mark.counts.at(incarnation_)) plans.insert(plan);
+    }
+  }
+  return plans;
 }
 
 void Marks::SendToAll(const Mark& mark) {
@@ -203,7 +220,8 @@ std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, 
       if (!Excludes(mark, plan, execution, generation, is_patient)) continue;
       const int64_t count = CountOf(mark, plan, is_patient);
       const std::string text = Explain(mark.kind, rank, count, mark.text);
-      const bool is_stop = mark.kind == MarkKind::kStop || mark.kind == MarkKind::kGivenUp;
+      const bool is_stop =
+          mark.kind == MarkKind::kStop || (mark.kind == MarkKind::kGivenUp && mark.text.empty());
       return is_stop ? Status::Stopped(text) : Status::Failed(text);
     }
   }
@@ -229,16 +247,22 @@ void Marks::DropOld() {
   }
 }
 
+std::vector<int> Marks::Others() const {
+  std::vector<int> ranks = world_.ranks;
+  ranks.erase(ranks.begin() + world_.comm->rank());
+  return ranks;
+}
+
 std::vector<int> Marks::Without(MarkKind kind) const {
-  std::vector<int> ranks;
-  for (int r = 0; r < world_.comm->size(); ++r) {
-    const auto it = received_.find(r);
-    const bool has = it != received_.end() &&
-                     std::any_of(it->second.begin(), it->second.end(), [kind](const Mark& mark) {
-                       return mark.kind == kind || mark.kind == MarkKind::kFailed;
-                     });
-    if (r != world_.comm->rank() && !has) ranks.push_back(r);
-  }
+  std::vector<int> ranks = Others();
+  const auto has_set = [&](int rank) {
+    const auto it = received_.find(rank);
+    return it != received_.end() &&
+           std::any_of(it->second.begin(), it->second.end(), [kind](const Mark& mark) {
+             return mark.kind == kind || mark.kind == MarkKind::kFailed;
+           });
+  };
+  ranks.erase(std::remove_if(ranks.begin(), ranks.end(), has_set), ranks.end());
   return ranks;
 }
 

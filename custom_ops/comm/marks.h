@@ -8,6 +8,7 @@
 #include <list>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,7 +25,8 @@ namespace tfscale {
 // kSeen: after kQuiet, when the rank has that of all others and needs nothing more from them.
 // kPing, kAlive and kWaiting are notices and change no count: a rank that waits asks
 // another whether it lives (answered by kAlive), and reports that it waits. kTraffic: see Traffic.
-// kGivenUp: as a rank has stopped, this one never completes the runs of some plans: see Announce.
+// kGivenUp: as all ranks give a step up, this one completes no further run of some plans: see
+// Announce.
 enum class MarkKind : int {
   kEpochEnd = 0,
   kStop = 1,
@@ -58,9 +60,11 @@ class Marks {
 
   // Sends a mark to all other ranks. Non-blocking. `text` says why a rank failed.
   void Send(MarkKind kind, const RunCounts& counts, const std::string& text = "");
-  // The same at once, in the middle of a step that is given up, for plans whose runs this rank will
-  // not complete in this incarnation. Others may wait in them, and this rank for others.
-  void Announce(const RunCounts& counts);
+  // The same at once, in the middle of a step that all ranks give up, as `why` says: how many runs
+  // of some plans this rank completes in this incarnation. Others may wait in a later one.
+  void Announce(const RunCounts& counts, const Status& why);
+  // Plans of which other ranks have announced it in this incarnation.
+  std::set<PlanKey> Announced() const;
   // Receives what has arrived; true if anything did. Non-blocking.
   bool Poll();
   // Sends a notice to one rank. Non-blocking. After the mark kSeen nothing is sent: it may be the
@@ -76,6 +80,7 @@ class Marks {
   // of plans whose counts are reset.
   void StartIncarnation(int64_t incarnation, const RunCounts& counts);
 
+  std::vector<int> Others() const;
   // Other ranks that have neither set a mark of this kind nor failed.
   std::vector<int> Without(MarkKind kind) const;
   // Other ranks that have failed.

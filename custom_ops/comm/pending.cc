@@ -12,7 +12,7 @@ PendingVariables& PendingVariables::Get() {
 }
 
 void PendingVariables::Begin(const std::vector<Key>& keys) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   for (Key key : keys) {
     if (entries_[key].n_under_way++ == 0) ++n_pending_;
   }
@@ -24,7 +24,7 @@ void PendingVariables::End(const std::vector<Key>& keys, const Status& status,
   anchors.resize(keys.size());
   std::vector<std::shared_ptr<Waiting>> ready;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     for (size_t i = 0; i < keys.size(); ++i) EndOne(keys[i], status, &anchors[i], &ready);
     CountEntries();
   }
@@ -53,7 +53,7 @@ void PendingVariables::Await(const std::vector<Key>& keys, Waiter waiter) {
   auto waiting = std::make_shared<Waiting>();
   waiting->waiter = std::move(waiter);
   if (!is_empty()) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     for (Key key : keys) {
       const auto it = entries_.find(key);
       if (it == entries_.end()) continue;
@@ -71,7 +71,7 @@ void PendingVariables::Await(const std::vector<Key>& keys, Waiter waiter) {
 
 void PendingVariables::Forget(Key key) {
   Entry forgotten;  // destroyed without the lock
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   const auto it = entries_.find(key);
   if (it == entries_.end() || it->second.n_under_way > 0) return;
   forgotten = std::move(it->second);
@@ -80,26 +80,26 @@ void PendingVariables::Forget(Key key) {
 }
 
 int64_t PendingVariables::n_pending() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return n_pending_;
 }
 
 bool PendingVariables::is_awaited() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   if (n_blocked_ > 0) return true;
   return std::any_of(entries_.begin(), entries_.end(),
                      [](const auto& entry) { return !entry.second.waiting.empty(); });
 }
 
 int64_t PendingVariables::n_failed() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   return static_cast<int64_t>(entries_.size()) - n_pending_;
 }
 
 void PendingVariables::WaitForAll() {
-  std::unique_lock<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   ++n_blocked_;
-  all_ended_.wait(lock, [this] { return n_pending_ == 0; });
+  while (n_pending_ > 0) lock.Wait(all_ended_);
   --n_blocked_;
 }
 

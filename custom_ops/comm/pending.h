@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
+#include "comm/mutex.h"
 #include "comm/types.h"
 
 namespace tfscale {
@@ -65,14 +65,16 @@ class PendingVariables {
   };
 
   void EndOne(Key key, const Status& status, std::shared_ptr<void>* anchor,
-              std::vector<std::shared_ptr<Waiting>>* ready);
-  void CountEntries() { n_entries_.store(entries_.size(), std::memory_order_release); }
+              std::vector<std::shared_ptr<Waiting>>* ready) TFSCALE_REQUIRES(mutex_);
+  void CountEntries() TFSCALE_REQUIRES(mutex_) {
+    n_entries_.store(entries_.size(), std::memory_order_release);
+  }
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable all_ended_;
-  std::unordered_map<Key, Entry> entries_;  // guarded by mutex_
-  int64_t n_pending_ = 0;                   // variables; guarded by mutex_
-  int n_blocked_ = 0;                       // threads in WaitForAll; guarded by mutex_
+  std::unordered_map<Key, Entry> entries_ TFSCALE_GUARDED_BY(mutex_);
+  int64_t n_pending_ TFSCALE_GUARDED_BY(mutex_) = 0;  // variables
+  int n_blocked_ TFSCALE_GUARDED_BY(mutex_) = 0;      // threads in WaitForAll
   std::atomic<size_t> n_entries_{0};
 };
 

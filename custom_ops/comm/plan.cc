@@ -29,12 +29,6 @@ std::atomic<int> n_jobs{0};
 
 }  // namespace
 
-bool PlanSpec::is_patient() const {
-  const std::string suffix = " (meeting)";
-  return name.size() > suffix.size() &&
-         name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
-}
-
 std::string PlanSpec::Describe() const {
   std::ostringstream text;
   text << "function " << name << "\n";
@@ -71,9 +65,9 @@ std::string FirstDifference(const std::vector<std::string>& descriptions,
 
 PlanTable::PlanTable() : first_id_(n_jobs++ % kMostJobs * kMostPlans) {}
 
-int PlanTable::Create(int group, const std::string& name) {
+int PlanTable::Create(int group, const std::string& name, bool is_patient) {
   if (group < 0) throw CommError("No process set has the id " + std::to_string(group));
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   const size_t g = static_cast<size_t>(group);
   if (n_plans_.size() <= g) {
     n_plans_.resize(g + 1, 0);
@@ -84,18 +78,19 @@ int PlanTable::Create(int group, const std::string& name) {
   entry.spec.group = group;
   entry.spec.index = n_plans_[g]++;
   entry.spec.name = name;
+  entry.spec.is_patient = is_patient;
   plans_.push_back(std::move(entry));
   return plans_.back().spec.id;
 }
 
 bool PlanTable::HasPlans(int group) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   const size_t g = static_cast<size_t>(group);
   return g < n_plans_.size() && n_plans_[g] > 0;
 }
 
 int PlanTable::AddSlot(int plan, const std::string& name, const std::string& signature) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   Entry& entry = Find(plan);
   if (entry.is_frozen) {
     throw CommError("plan cannot change after its first use. Received: '" + name + "' for plan '" +
@@ -108,7 +103,7 @@ int PlanTable::AddSlot(int plan, const std::string& name, const std::string& sig
 }
 
 PlanSpec PlanTable::Freeze(int plan) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock(mutex_);
   Entry& entry = Find(plan);
   entry.is_frozen = true;
   return entry.spec;

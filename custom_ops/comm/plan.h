@@ -4,9 +4,10 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
+
+#include "comm/mutex.h"
 
 namespace tfscale {
 
@@ -24,11 +25,11 @@ struct PlanSpec {
   // Numbers that distinguish the slots of all plans of the group on the wire.
   // They are assigned while tracing, hence equal on ranks that trace alike.
   std::vector<int> tag_slots;
-
   // The caller has a time limit of its own, and other ranks may never join; see
-  // tfscale/exchange/meeting.py. Ends of epochs and of training on other ranks
+  // tfscale/comm/meeting.py. Ends of epochs and of training on other ranks
   // do not end collectives of such a plan.
-  bool is_patient() const;
+  bool is_patient = false;
+
   // The signatures, numbered, compared over ranks before the plan's first use.
   std::string Describe() const;
 };
@@ -44,7 +45,7 @@ class PlanTable {
   PlanTable();
   // Returns the id of a new plan over `group`. No other plan of this process
   // ever had it: a function that was traced in an earlier job is recognised.
-  int Create(int group, const std::string& name);
+  int Create(int group, const std::string& name, bool is_patient = false);
   // Plans are never removed: traced functions may run again.
   bool HasPlans(int group);
   // Returns the slot number. Without a signature the name is compared. Throws
@@ -59,14 +60,14 @@ class PlanTable {
     bool is_frozen = false;
   };
 
-  // Throws CommError when there is none. Called with the mutex held.
-  Entry& Find(int plan);
+  // Throws CommError when there is none.
+  Entry& Find(int plan) TFSCALE_REQUIRES(mutex_);
 
   const int first_id_;
-  std::mutex mutex_;
-  std::vector<Entry> plans_;        // guarded by mutex_
-  std::vector<int> n_plans_;        // per group; guarded by mutex_
-  std::vector<int> next_tag_slot_;  // per group; guarded by mutex_
+  Mutex mutex_;
+  std::vector<Entry> plans_ TFSCALE_GUARDED_BY(mutex_);
+  std::vector<int> n_plans_ TFSCALE_GUARDED_BY(mutex_);        // per group
+  std::vector<int> next_tag_slot_ TFSCALE_GUARDED_BY(mutex_);  // per group
 };
 
 }  // namespace tfscale

@@ -14,14 +14,13 @@ constexpr int64_t kOrderedBytes = 1 << 20;
 
 PlanQueue::PlanQueue(PlanSpec spec, const Group& group)
     : spec_(std::move(spec)),
-      is_patient_(spec_.is_patient()),
       group_(group),
       waiting_(spec_.slots.size()),
       n_arrived_(spec_.slots.size(), 0),
       under_way_(spec_.slots.size(), UnderWay::kNo),
       is_turn_over_(spec_.slots.size(), false),
       bytes_(spec_.slots.size(), 0),
-      description_(spec_.Describe()) {}
+      descriptions_{spec_.Describe()} {}
 
 void PlanQueue::Add(Task&& task) {
   const size_t slot = static_cast<size_t>(task.slot);
@@ -38,14 +37,7 @@ void PlanQueue::Add(Task&& task) {
 bool PlanQueue::StepHandshake(const Channel& base) {
   if (is_agreed_) return false;
   if (!handshake_) {
-    handshake_ = std::make_unique<Allgather>(description_.data(), description_.size(),
-                                             [this](const std::vector<int64_t>& bytes) {
-                                               lengths_ = bytes;
-                                               int64_t total = 0;
-                                               for (int64_t n : bytes) total += n;
-                                               descriptions_.resize(static_cast<size_t>(total));
-                                               return static_cast<void*>(descriptions_.data());
-                                             });
+    handshake_ = descriptions_.Gather();
     Channel channel = base;
     channel.comm = group_.comm.get();
     channel.tag = group_.HandshakeTag(spec_.index);
@@ -57,15 +49,9 @@ bool PlanQueue::StepHandshake(const Channel& base) {
 }
 
 void PlanQueue::FinishHandshake() {
-  std::vector<std::string> texts;
-  size_t begin = 0;
-  for (int64_t length : lengths_) {
-    texts.push_back(descriptions_.substr(begin, static_cast<size_t>(length)));
-    begin += static_cast<size_t>(length);
-  }
+  const std::string difference = FirstDifference(descriptions_.Split(), group_.ranks);
   handshake_.reset();
-  descriptions_ = std::string();
-  const std::string difference = FirstDifference(texts, group_.ranks);
+  descriptions_ = Texts();
   if (!difference.empty()) throw CommError(difference);
   is_agreed_ = true;
 }
@@ -154,12 +140,7 @@ int64_t PlanQueue::n_complete_executions() const {
 }
 
 std::vector<int> PlanQueue::ComparingWith() const {
-  std::vector<int> ranks;
-  if (!handshake_) return ranks;
-  for (int member : handshake_->WaitingFor()) {
-    ranks.push_back(group_.ranks[static_cast<size_t>(member)]);
-  }
-  return ranks;
+  return handshake_ ? group_.RanksOf(handshake_->WaitingFor()) : std::vector<int>();
 }
 
 }  // namespace tfscale

@@ -43,15 +43,14 @@ class PlanQueue {
   std::vector<Task> TakeIf(Predicate is_chosen) {
     std::vector<Task> tasks;
     for (auto& slot : waiting_) {
-      std::deque<Task> kept;
-      for (Task& task : slot) {
-        if (is_chosen(task)) {
-          tasks.push_back(std::move(task));
+      for (auto it = slot.begin(); it != slot.end();) {
+        if (is_chosen(*it)) {
+          tasks.push_back(std::move(*it));
+          it = slot.erase(it);
         } else {
-          kept.push_back(std::move(task));
+          ++it;
         }
       }
-      slot = std::move(kept);
     }
     n_waiting_ -= tasks.size();
     return tasks;
@@ -92,7 +91,7 @@ class PlanQueue {
   bool is_comparing() const { return n_waiting_ > 0 && !is_agreed_; }
   PlanKey key() const { return {spec_.group, spec_.index}; }
   const PlanSpec& spec() const { return spec_; }
-  bool is_patient() const { return is_patient_; }
+  bool is_patient() const { return spec_.is_patient; }
   const Group& group() const { return group_; }
   // How often the plan has run, counting a run from its first slot.
   int64_t n_executions() const;
@@ -114,7 +113,6 @@ class PlanQueue {
   void PassTurn();
 
   const PlanSpec spec_;
-  const bool is_patient_;  // of spec_: asked in every round of the communication thread
   const Group& group_;
   std::vector<std::deque<Task>> waiting_;  // per slot
   std::vector<int64_t> n_arrived_;         // per slot
@@ -132,11 +130,11 @@ class PlanQueue {
   Status interruption_;
 
   bool is_agreed_ = false;
-  std::string description_;
-  std::string descriptions_;  // of all ranks, one after another
-  std::vector<int64_t> lengths_;
+  Texts descriptions_;
   std::unique_ptr<Operation> handshake_;
 };
+
+inline bool IsPatient(const Task& task) { return task.queue && task.queue->is_patient(); }
 
 }  // namespace tfscale
 

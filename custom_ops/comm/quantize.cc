@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "comm/half.h"
 #include "comm/types.h"
 
 namespace tfscale {
@@ -12,31 +13,12 @@ namespace {
 
 // The kernels are compiled twice, for any CPU and for AVX2: they must be inlined
 // into a function of each kind, and their loops have lengths the compiler knows.
-#define TFSCALE_INLINE inline __attribute__((always_inline))
 
-constexpr uint32_t kMagnitude = 0x7fffffffu;
 constexpr int32_t kTooLarge = 0x7f000000;  // bits of 2^127; NaN and infinity are above
 // Scales below it are 0: errors, multiples of scale * 2^-24, are then never denormal.
 constexpr float kSmallestScale = 7.8886090522101181e-31f;  // 2^-100
-constexpr uint16_t kNan = 0x7fc0;                          // as a bfloat16
 // Adding it rounds to an integer, and leaves that integer in the low bits.
 constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23
-
-TFSCALE_INLINE uint32_t Bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-TFSCALE_INLINE float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-TFSCALE_INLINE float FromBfloat(uint16_t half) {
-  return FromBits(static_cast<uint32_t>(half) << 16);
-}
 
 // The input of one block: v = factor * in + error.
 template <size_t kBlock>
@@ -52,7 +34,7 @@ TFSCALE_INLINE void Load(const float* in, float factor, const float* error, floa
 template <int kBits>
 TFSCALE_INLINE uint16_t ScaleOf(int32_t largest) {
   constexpr float kLargestQ = kBits == 8 ? 127.0f : 7.0f;
-  if (largest >= kTooLarge) return kNan;
+  if (largest >= kTooLarge) return kBfloatNan;
   const float scale = FromBits(static_cast<uint32_t>(largest)) / kLargestQ;
   if (scale < kSmallestScale) return 0;
   return static_cast<uint16_t>((Bits(scale) + 0xffffu) >> 16);  // rounded up
@@ -75,7 +57,7 @@ struct Code {
     }
     const uint16_t half = ScaleOf<kBits>(largest);
     std::memcpy(out, &half, 2);
-    if (half == 0 || half == kNan) {
+    if (half == 0 || half == kBfloatNan) {
       std::memset(out + 2, 0, kBytes - 2);
       const float* kept = half == 0 ? v : error;
       if (kept != nullptr) {
@@ -129,7 +111,7 @@ struct Code {
   }
 };
 
-// bfloat16, rounded to the nearest as TensorFlow does.
+// bfloat16.
 template <size_t kBlock>
 struct Code<16, kBlock> {
   static constexpr size_t kBytes = 2 * kBlock;
@@ -139,12 +121,7 @@ struct Code<16, kBlock> {
   static TFSCALE_INLINE void Encode(const float* v, const float* error, char* out,
                                     float* new_error) {
     alignas(64) uint16_t halves[kBlock];
-    for (size_t i = 0; i < kBlock; ++i) {
-      const uint32_t bits = Bits(v[i]);
-      const bool is_nan = (bits & kMagnitude) > 0x7f800000u;
-      const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-      halves[i] = static_cast<uint16_t>((is_nan ? (bits | 0x400000u) : rounded) >> 16);
-    }
+    for (size_t i = 0; i < kBlock; ++i) halves[i] = ToBfloat(v[i]);
     std::memcpy(out, halves, kBytes);
     for (size_t i = 0; i < kBlock; ++i) {
       const bool is_finite = (halves[i] & 0x7f80u) != 0x7f80u;

@@ -28,6 +28,8 @@ class Relay {
   };
   static Load GatherLoad(size_t n_ranks, size_t radix);
   static Load AlltoallLoad(size_t n_ranks, size_t radix);
+  // Of a gather, which takes no more bytes than with a larger one.
+  static constexpr size_t kGatherRadix = 2;
 
   // Uses the tag `tag`, and keys from 0 on.
   Relay(const Channel& channel, Transfers& transfers, int tag, size_t block_bytes);

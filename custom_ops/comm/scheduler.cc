@@ -1,9 +1,13 @@
 #include "comm/scheduler.h"
 
 #include <algorithm>
+#include <exception>
+#include <iterator>
 #include <numeric>
 #include <sstream>
 #include <utility>
+
+#include "comm/pending.h"
 
 namespace tfscale {
 namespace {
@@ -18,16 +22,11 @@ std::string Join(const std::vector<int>& ranks) {
   return text.str();
 }
 
-std::vector<int> AllRanks(int size) {
-  std::vector<int> ranks(static_cast<size_t>(size));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
 std::map<int, Group> WorldOnly(Communicator world) {
   std::map<int, Group> groups;
   Group& group = groups[0];
-  group.ranks = AllRanks(world.size());
+  group.ranks.resize(static_cast<size_t>(world.size()));
+  std::iota(group.ranks.begin(), group.ranks.end(), 0);
   group.comm = std::make_unique<Communicator>(std::move(world));
   return groups;
 }
@@ -46,6 +45,7 @@ Scheduler::Scheduler(const EngineOptions& options, Communicator world, PlanTable
       roster_(*groups_.at(0).comm, options.identity == nullptr ? "" : options.identity),
       marks_(groups_.at(0)),
       stalls_(options, groups_.at(0).comm->rank(), roster_, marks_),
+      leaving_(marks_, stalls_),
       status_file_(options.status_path) {
   traffic_.SetRanks(groups_.at(0).comm->rank(), groups_.at(0).comm->size());
   marks_.Listen([this](int sender, MarkKind kind, const std::string& text) {
@@ -123,11 +123,11 @@ void Scheduler::Accept(Task task) {
       const int tag = group.EagerTag(task.execution);
       Start(std::move(task), tag);
     } else {
-      PlanQueue& queue = QueueOf(task.plan);
+      PlanQueue& queue = *(task.queue = &QueueOf(task.plan));
       if (!queue.interruption().ok()) {
         GiveUp(task, queue.interruption());
       } else if (task.is_cancelled && *task.is_cancelled) {
-        GiveUp(task, WhyStopping().value_or(StepFailedHere()));
+        GiveUp(task, ending_.value_or(StepFailedHere()));
       } else if (task.is_cancelled && queue.is_running(task.slot)) {
         // Its op waits, so that call has not ended: their collectives would be mixed up.
         Fail(
@@ -159,6 +159,12 @@ void Scheduler::Start(Task task, int tag) {
   active_.back().operation->Start(channel);
 }
 
+void Scheduler::StartSlot(const PlanQueue& queue, Task task) {
+  const int tag_slot = queue.spec().tag_slots[static_cast<size_t>(task.slot)];
+  // A patient plan may have begun before this incarnation, and its peers come later.
+  Start(std::move(task), queue.group().SlotTag(tag_slot, queue.is_patient() ? 0 : incarnation_));
+}
+
 bool Scheduler::Step() {
   if (has_failed()) {
     StepFailed();
@@ -167,16 +173,17 @@ bool Scheduler::Step() {
   try {
     bool has_moved = StepActive();
     if (StepQueues()) has_moved = true;
-    if (marks_.Poll()) has_moved = true;
+    const bool has_heard = marks_.Poll();
     if (marks_.has_received() && is_busy()) GiveUpHopeless();
+    if (has_heard && ending_ && !announced_.empty()) AnnounceGivenUp();
     abandoned_.Step();
     if (traffic_.is_on()) CountWaiting();
     if (is_urgent()) {
       CheckStalls();
-    } else if (!is_leaving_) {  // StepLeave looks itself.
+    } else if (!leaving_.has_begun()) {  // StepLeave looks itself.
       stalls_.Rest();
     }
-    return has_moved;
+    return has_moved || has_heard;
   } catch (const std::exception& error) {
     Fail(error.what());
     return true;
@@ -202,7 +209,7 @@ bool Scheduler::StepActive() {
 }
 
 void Scheduler::Finish(Task& task) {
-  if (task.plan != kEager) queues_.at(task.plan)->OnFinished(task);
+  if (task.queue) task.queue->OnFinished(task);
   events_.Add({Nanoseconds(task.posted), Nanoseconds(task.started), Nanoseconds(Clock::now()),
                static_cast<int64_t>(task.operation->bytes()), task.execution, task.plan,
                task.slot});
@@ -221,10 +228,7 @@ bool Scheduler::StepQueues() {
     if (!queue->is_waiting()) continue;
     if (queue->StepHandshake(base)) has_moved = true;
     while (auto task = queue->TakeNext(options_.window_bytes)) {
-      const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
-      // A patient plan may have begun before this incarnation, and its peers come later.
-      const int incarnation = queue->is_patient() ? 0 : incarnation_;
-      Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation));
+      StartSlot(*queue, std::move(*task));
       has_moved = true;
     }
   }
@@ -234,7 +238,7 @@ bool Scheduler::StepQueues() {
 }
 
 bool Scheduler::is_early(const Task& task) const {
-  return task.may_overtake && task.plan != kEager && queues_.at(task.plan)->is_early(task.slot);
+  return task.may_overtake && task.queue && task.queue->is_early(task.slot);
 }
 
 // What was started early sends only while nothing else is active, and then little at a time.
@@ -254,9 +258,8 @@ bool Scheduler::StartEarly() {
     if (!queue->is_waiting() || queue->is_patient()) continue;
     std::optional<Task> task = queue->TakeEarly();
     if (!task) continue;
-    const int tag_slot = queue->spec().tag_slots[static_cast<size_t>(task->slot)];
     task->operation->SetPace(Pace::kGentle);
-    Start(std::move(*task), queue->group().SlotTag(tag_slot, incarnation_));
+    StartSlot(*queue, std::move(*task));
     return true;
   }
   return false;
@@ -266,6 +269,290 @@ bool Scheduler::is_busy() const {
   if (!active_.empty()) return true;
   return std::any_of(queues_.begin(), queues_.end(),
                      [](const auto& entry) { return entry.second->is_waiting(); });
+}
+
+// The ranks and collectives that this rank waits for, and the limits of the wait.
+
+bool Scheduler::is_urgent() const {
+  const auto is_waiting = [](const auto& entry) {
+    return entry.second->is_waiting() && !entry.second->is_patient();
+  };
+  return std::any_of(active_.begin(), active_.end(),
+                     [](const Task& task) { return !IsPatient(task); }) ||
+         std::any_of(queues_.begin(), queues_.end(), is_waiting);
+}
+
+bool Scheduler::is_relaxed() const {
+  const auto is_later = [](const Task& task) { return task.is_awaited_later; };
+  if (!std::all_of(active_.begin(), active_.end(), is_later)) return false;
+  bool is_relaxed = !PendingVariables::Get().is_awaited();
+  for (const auto& [id, queue] : queues_) {
+    if (!queue->is_waiting()) continue;
+    queue->ForEachWaiting([&](const Task& task) { is_relaxed = is_relaxed && is_later(task); });
+  }
+  return is_relaxed;
+}
+
+std::string Scheduler::PlaceOf(const Task& task) const {
+  if (!task.queue) return task.name;
+  return task.name + " (slot " + std::to_string(task.slot) + " of " + task.queue->spec().name + ")";
+}
+
+Wait Scheduler::Describe(const Task& task, bool is_active) {
+  Wait wait;
+  wait.what = PlaceOf(task);
+  if (is_active) {
+    wait.ranks = GroupOf(task.group).RanksOf(task.operation->WaitingFor());
+  } else if (task.queue->is_comparing()) {
+    wait.reason = "waiting to compare plans with";
+    wait.ranks = task.queue->ComparingWith();
+  } else {
+    wait.reason = "waiting for '" + task.queue->next_slot_name() + "' to be reached on this rank";
+  }
+  return wait;
+}
+
+void Scheduler::CountWaiting() {
+  const Clock::time_point now = Clock::now();
+  traffic_.Note(now, std::any_of(active_.begin(), active_.end(), [](const Task& task) {
+                  return !IsPatient(task) && task.operation->is_waiting();
+                }));
+  if (leaving_.has_begun()) return;  // Marks that come later may find no reader.
+  const std::string report = traffic_.TakeReport(now);
+  if (!report.empty()) marks_.Notify(0, MarkKind::kTraffic, report);
+}
+
+void Scheduler::CheckStalls() {
+  const Clock::time_point now = Clock::now();
+  if (!stalls_.IsDue(now)) return;
+  const Task* oldest = nullptr;
+  bool is_active = false;
+  // A transfer that makes progress is not stalled, however long it takes.
+  const auto since = [](const Task& task) { return std::max(task.posted, task.moved); };
+  const auto look = [&](const Task& task, bool is_task_active) {
+    if (oldest != nullptr && since(task) >= since(*oldest)) return;
+    if (IsPatient(task)) return;
+    oldest = &task;
+    is_active = is_task_active;
+  };
+  for (const Task& task : active_) look(task, true);
+  for (const auto& [id, queue] : queues_) {
+    // They wait for active tasks, or for slots whose inputs may be the results of such.
+    if (oldest != nullptr && is_active) break;
+    queue->ForEachWaiting([&](const Task& task) { look(task, false); });
+  }
+  if (oldest != nullptr) {
+    stalls_.Look(now, since(*oldest), [&] { return Describe(*oldest, is_active); });
+  }
+}
+
+// The end of collectives that do not succeed.
+
+void Scheduler::Fail(const std::string& why) {
+  if (has_failed()) return;
+  failure_ = Status::Failed(why);
+  try {
+    // First of all, so that the others receive the cause before they see its effects.
+    marks_.Send(MarkKind::kFailed, {}, why);
+  } catch (const std::exception& error) {
+    failure_.message += std::string(" The other ranks could not be told: ") + error.what();
+  }
+  EndAll(failure_);
+}
+
+void Scheduler::StepFailed() {
+  if (!can_answer_) return;
+  try {
+    // The others still have to receive the reason, to see that this rank lives, and
+    // to complete their sends: they wait for that before they leave.
+    marks_.Poll();
+    abandoned_.Step();
+    DiscardAll();
+  } catch (const std::exception&) {
+    can_answer_ = false;  // The first failure is the one that is reported.
+  }
+}
+
+void Scheduler::DiscardAll() {
+  for (const auto& [id, group] : groups_) {
+    if (group.comm) abandoned_.Discard(*group.comm, id == 0 ? group.MarkTag() : -1);
+  }
+}
+
+void Scheduler::EndAll(const Status& why) {
+  std::list<Task> tasks = std::exchange(active_, {});
+  for (const Task& task : tasks) {
+    if (task.queue) task.queue->OnFinished(task);
+  }
+  for (auto& [id, queue] : queues_) {
+    std::vector<Task> waiting = queue->TakeIf([](const Task&) { return true; });
+    std::move(waiting.begin(), waiting.end(), std::back_inserter(tasks));
+    if (auto handshake = queue->TakeHandshake()) abandoned_.Add(std::move(handshake));
+  }
+  for (Task& task : tasks) {
+    abandoned_.Add(std::move(task.operation));
+    task.done(why);
+  }
+}
+
+void Scheduler::Mark(MarkKind kind) {
+  // A rank that leaves in the middle of a run takes no further part in this run. Nor does one that
+  // has given up a step: what it had not posted by then never comes.
+  const bool is_over = kind == MarkKind::kLeft || n_given_up_ > 0;
+  RunCounts counts;
+  for (const auto& [id, queue] : queues_) {
+    const bool is_whole = is_over && (kind == MarkKind::kLeft || !queue->is_patient());
+    counts[queue->key()] = is_whole ? queue->n_complete_executions() : queue->n_executions();
+  }
+  for (const auto& [group, n_calls] : n_eager_) counts[{group, kEager}] = n_calls;
+  marks_.Send(kind, counts);
+  ending_.reset();
+}
+
+void Scheduler::StartIncarnation(int incarnation) {
+  // Never one that was: what is left of it may still be on the wire. All ranks
+  // count alike, as all start each one.
+  incarnation = std::max(incarnation, incarnation_ + 1);
+  if (incarnation >= groups_.at(0).n_incarnations()) {
+    throw CommError("fit can be stopped early " +
+                    std::to_string(groups_.at(0).n_incarnations() - 1) +
+                    " times per job. Received: one stop more. Start a new job.");
+  }
+  for (const auto& [id, queue] : queues_) {
+    if (!queue->is_idle() && !queue->is_patient()) {
+      throw CommError("fit must start when no tf.function runs. Received: '" + queue->spec().name +
+                      "' has collectives under way.");
+    }
+  }
+  incarnation_ = incarnation;
+  n_given_up_ = 0;
+  ending_.reset();
+  cancelled_.clear();
+  announced_.clear();
+  RunCounts counts;
+  for (auto& [id, queue] : queues_) {
+    if (queue->is_patient()) continue;
+    counts[queue->key()] = queue->n_complete_executions();
+    queue->Reset();
+  }
+  marks_.StartIncarnation(incarnation, counts);
+}
+
+void Scheduler::Leave() {
+  if (has_failed()) return;
+  leaving_.Begin();
+  try {
+    Mark(MarkKind::kLeft);
+  } catch (const std::exception& error) {
+    Fail(error.what());
+  }
+}
+
+bool Scheduler::StepLeave() {
+  const bool has_moved = Step();
+  if (has_failed()) return true;
+  try {
+    if (leaving_.AreAllLeaving()) {
+      EndAll(Status::Failed("tfscale has been shut down."));
+      DiscardAll();
+      leaving_.Step(abandoned_.is_empty());
+    }
+  } catch (const std::exception& error) {
+    Fail(error.what());
+  }
+  return has_moved || is_over();
+}
+
+std::optional<Status> Scheduler::WhyGivenUp(const Task& task) {
+  const PlanKey key = task.queue ? task.queue->key() : PlanKey{task.group, kEager};
+  return marks_.WhyGivenUp(key, task.execution, task.generation, GroupOf(task.group).ranks,
+                           IsPatient(task));
+}
+
+void Scheduler::GiveUp(Task& task, const Status& why) {
+  // A meeting that was given up requires no new incarnation.
+  if (!IsPatient(task)) ++n_given_up_;
+  if (task.queue) task.queue->Interrupt(why);
+  abandoned_.Add(std::move(task.operation));
+  task.done(why);
+}
+
+void Scheduler::ReportFailed(const Status& why) {
+  // Nothing waits for collectives that are pending when this rank leaves.
+  if (why.code == StatusCode::kFailed && !leaving_.has_begun())
+    status_file_.WriteFailed(why.message);
+}
+
+Status Scheduler::StepFailedHere() { return Status::Failed("The step failed on this rank."); }
+
+void Scheduler::GiveUpWaiting(int plan) {
+  const auto found = queues_.find(plan);
+  if (found == queues_.end()) return;
+  PlanQueue& queue = *found->second;
+  if (ending_) {
+    cancelled_.insert(queue.key());
+    AnnounceGivenUp();
+    // In a smaller group, which has no rank of the mark, a run ends well where all its slots have
+    // come on all members. Else those to whom they have come are told.
+    if (queue.is_whole()) return;
+  }
+  for (Task& task : queue.TakeIf([](const Task&) { return true; })) {
+    queue.Uncount(task);
+    GiveUp(task, ending_.value_or(StepFailedHere()));
+  }
+}
+
+// Runs that have begun here and not on another rank, whose step ends too, are known to it by the
+// plans that this rank announces: then it does.
+void Scheduler::AnnounceGivenUp() {
+  RunCounts counts;
+  const std::set<PlanKey> of_others = marks_.Announced();
+  for (const PlanKey& key : of_others) counts[key] = 0;  // those that have never run here
+  for (const auto& [id, queue] : queues_) {
+    const PlanKey key = queue->key();
+    const bool is_over = cancelled_.count(key) > 0 || of_others.count(key) > 0 ||
+                         !queue->is_whole() || !queue->interruption().ok();
+    if (is_over && !queue->is_patient()) counts[key] = queue->n_complete_executions();
+  }
+  if (!counts.empty() && counts != announced_) marks_.Announce(counts, *ending_);
+  announced_ = std::move(counts);
+}
+
+void Scheduler::GiveUpStranded() {
+  // Those of a function that another thread runs can be cancelled with it.
+  const auto is_posted = [](const Task& task) { return task.is_cancelled == nullptr; };
+  for (auto& [id, queue] : queues_) {
+    if (queue->is_patient() || queue->is_next_due()) continue;
+    for (Task& task : queue->TakeIf(is_posted)) GiveUp(task, StepFailedHere());
+  }
+}
+
+void Scheduler::GiveUpHopeless() {
+  std::vector<Status> reasons;
+  const auto is_hopeless = [&](const Task& task) {
+    const std::optional<Status> why = WhyGivenUp(task);
+    if (why) reasons.push_back(*why);
+    return why.has_value();
+  };
+  std::vector<Task> tasks;
+  for (auto it = active_.begin(); it != active_.end();) {
+    if (!is_hopeless(*it)) {
+      ++it;
+      continue;
+    }
+    if (it->queue) it->queue->OnFinished(*it);
+    tasks.push_back(std::move(*it));
+    it = active_.erase(it);
+  }
+  for (auto& [id, queue] : queues_) {
+    for (Task& task : queue->TakeIf(is_hopeless)) tasks.push_back(std::move(task));
+  }
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (tasks[i].queue) tasks[i].queue->Uncount(tasks[i]);
+    if (tasks[i].queue && !IsPatient(tasks[i]) && !ending_) ending_ = reasons[i];
+    ReportFailed(reasons[i]);
+    GiveUp(tasks[i], reasons[i]);
+  }
 }
 
 }  // namespace tfscale

@@ -7,12 +7,14 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "comm/abandoned.h"
 #include "comm/event_log.h"
 #include "comm/group.h"
+#include "comm/leaving.h"
 #include "comm/marks.h"
 #include "comm/options.h"
 #include "comm/plan.h"
@@ -70,23 +72,21 @@ class Scheduler {
   int64_t n_given_up() const { return n_given_up_; }
 
   // Announces that this rank calls no further collective. Then StepLeave
-  // takes the place of Step, until it has left or failed. Throws nothing. Fails
-  // when a rank that has not left gives no sign of life for too long.
+  // takes the place of Step, until it is over. Throws nothing.
   void Leave();
   bool StepLeave();
-  // All ranks have left and no message among them is pending.
-  bool has_left() const { return has_left_; }
-  // Another rank has failed since this one began to leave: most likely because it
-  // counted on this one. There is nothing left to wait for.
-  bool is_cut_off() const { return is_cut_off_; }
+  // It has failed, or nothing is left to wait for; see Leaving.
+  bool is_over() const { return has_failed() || leaving_.has_left() || leaving_.is_cut_off(); }
+  bool has_left() const { return leaving_.has_left(); }
   // Why communication failed while this rank was leaving; "" while it has not.
-  const std::string& leave_failure() const { return leave_failure_; }
+  std::string leave_failure() const { return leaving_.has_begun() ? failure_.message : ""; }
 
  private:
   Group& GroupOf(int id);
   PlanQueue& QueueOf(int plan);
   Channel BaseChannel() const;
   void Start(Task task, int tag);
+  void StartSlot(const PlanQueue& queue, Task task);
   void StepFailed();
   void DiscardAll();
   bool StepActive();
@@ -103,15 +103,11 @@ class Scheduler {
   // Tells the launcher why a collective failed: the program may catch the error and end well.
   void ReportFailed(const Status& why);
   static Status StepFailedHere();
-  // Why all ranks give a step up; nothing while they do not.
-  std::optional<Status> WhyStopping() const;
   std::optional<Status> WhyGivenUp(const Task& task);
   // Tells the other ranks which runs will not be completed here.
   void AnnounceGivenUp();
-  bool is_patient(const Task& task) const;
   void CheckStalls();
   void CountWaiting();
-  std::vector<int> Others() const;
   Wait Describe(const Task& task, bool is_active);
 
   const EngineOptions& options_;
@@ -128,19 +124,16 @@ class Scheduler {
   std::map<int, int64_t> n_eager_;  // calls by group
   int incarnation_ = 0;
   int64_t n_given_up_ = 0;
-  RunCounts announced_;  // in this incarnation
+  // Why all ranks give the step up that runs here, as another rank's mark says.
+  std::optional<Status> ending_;
+  std::set<PlanKey> cancelled_;  // by the end of steps in this incarnation
+  RunCounts announced_;          // in this incarnation
   Status failure_;
   StallWatch stalls_;
+  Leaving leaving_;
   StatusFile status_file_;
   Abandoned abandoned_;
   bool can_answer_ = true;  // after a failure
-  bool is_leaving_ = false;
-  int n_failed_before_ = 0;  // other ranks, when this one began to leave
-  bool is_cut_off_ = false;
-  bool is_quiet_ = false;
-  std::optional<Clock::time_point> seen_at_;  // when the marks kQuiet of all others had arrived
-  bool has_left_ = false;
-  std::string leave_failure_;
 };
 
 }  // namespace tfscale

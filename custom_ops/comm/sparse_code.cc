@@ -7,37 +7,16 @@
 #include <functional>
 #include <string>
 
+#include "comm/half.h"
 #include "comm/types.h"
 
 namespace tfscale {
 namespace {
 
-constexpr uint32_t kMagnitude = 0x7fffffffu;
 constexpr uint32_t kTooLarge = 0x7f000000u;  // bits of 2^127; NaN and infinity are above
 constexpr uint32_t kSmallest = 0x0d800000u;  // bits of 2^-100
-constexpr uint16_t kNan = 0x7fc0;            // as a bfloat16
 constexpr size_t kHeader = 4;                // bytes of the two levels
 constexpr int kSign = 1, kHigh = 2;          // bits of a value's level
-
-uint32_t Bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-float FromBfloat(uint16_t half) { return FromBits(static_cast<uint32_t>(half) << 16); }
-
-// The nearest bfloat16, of two the even one.
-uint16_t ToBfloat(float value) {
-  const uint32_t bits = Bits(value);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 size_t PositionBytes(size_t kept) { return (3 * kept + 1) / 2; }
 
@@ -130,7 +109,7 @@ void SparseCode::EncodeChunk(const float* v, const float* error, size_t count, c
     largest = std::max(largest, magnitudes[i]);
   }
   if (largest >= kTooLarge) {
-    std::memcpy(out, &kNan, 2);
+    std::memcpy(out, &kBfloatNan, 2);
     std::memmove(new_error, error, count * sizeof(float));
     return;
   }
@@ -194,8 +173,8 @@ void SparseCode::DecodeChunkOnto(const char* in, float factor, size_t count, flo
   std::memcpy(&low, in, 2);
   std::memcpy(&high, in + 2, 2);
   if (low == 0) return;
-  if (low == kNan) {
-    for (size_t i = 0; i < count; ++i) out[i] = FromBfloat(kNan);
+  if (low == kBfloatNan) {
+    for (size_t i = 0; i < count; ++i) out[i] = FromBfloat(kBfloatNan);
     return;
   }
   const size_t kept = Kept(count);

@@ -1,185 +1,136 @@
-#include "comm/sparse_reduction.h"
-
+// Allreduce of float32 of which each host sends a small share.
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <utility>
 
-#include "comm/reduce.h"
+#include "comm/coded_reduction.h"
+#include "comm/sparse_code.h"
 
 namespace tfscale {
 namespace {
-// Tag offsets. Inside of a host values, between hosts their codes.
-constexpr int kContribution = 0;
-constexpr int kCodes = 1;  // and one more: see Spread
+
 // Chunks that are computed before MPI is asked for progress again.
 constexpr size_t kChunksAtOnce = 64;
-}  // namespace
 
-SparseReduction::SparseReduction(SparseArgs args)
-    : args_(std::move(args)), code_(args_.share, args_.chunk) {}
+// postscale times the sum over the hosts of what their codes decode to (SparseCode). A host's
+// vector is the sum of prescale * in over its ranks.
+//
+// The chunks of a host are divided among its ranks. Each encodes the sum of these once, with its
+// error, and spreads the codes (Spread). Every rank, the one that has encoded them
+// included, adds up what the codes decode to, in the order of hosts: so all ranks hold
+// the same bits. Sums of few values are no longer sparse, so they are not encoded again.
+class SparseReduction : public CodedReduction<SparseArgs, SparseCode> {
+ public:
+  using CodedReduction::CodedReduction;
 
-size_t SparseReduction::bytes() const {
-  size_t total = 0;
-  for (size_t count : args_.counts) total += code_.Bytes(count);
-  return total;
-}
-
-void SparseReduction::Begin() {
-  const size_t n = static_cast<size_t>(size());
-  for (const std::vector<size_t>& cuts : args_.cuts) {
-    if (cuts.size() == n + 1) continue;
-    throw CommError("cuts must give a part for each of the " + std::to_string(n) +
-                    " ranks. Received: " + std::to_string(cuts.size()) + " cuts.");
-  }
-  layout_ = &hosts();
-  cuts_.assign(1, 0);
-  for (int r = 0; r < size(); ++r) {
-    segments_.push_back(PlanSegment(r));
-    cuts_.push_back(cuts_.back() + segments_.back().n_bytes);
-  }
-  codes_ = channel_.buffers->Get(cuts_.back());
-  first_key_ = static_cast<int>(Local().size()) - 1;
-  // Small messages show that a slow link makes progress, see Scheduler::CheckStalls.
-  message_bytes_ = std::max<size_t>(64, channel_.chunk_bytes / 16);
-  spread_.emplace(*transfers_, *layout_, rank(), channel_.tag + kCodes, message_bytes_, first_key_);
-  spread_->Receive(codes_.get(), cuts_);
-  if (Local().size() > 1) ExchangeOnHost();
-}
-
-SparseReduction::Segment SparseReduction::PlanSegment(int rank) const {
-  Segment segment;
-  // For its host a rank also encodes the parts of the ranks of other hosts that have it as partner.
-  std::vector<int> owners = layout_->Remote(rank);
-  owners.push_back(rank);
-  for (int owner : owners) {
-    for (size_t i = 0; i < args_.counts.size(); ++i) {
-      const size_t end = args_.cuts[i][static_cast<size_t>(owner) + 1];
-      for (size_t begin = args_.cuts[i][static_cast<size_t>(owner)]; begin < end;) {
-        const size_t count = std::min(end - begin, kChunksAtOnce * code_.chunk());
-        segment.runs.push_back({i, begin, count, segment.n_values, segment.n_bytes});
-        segment.n_values += count;
-        segment.n_bytes += code_.Bytes(count);
-        begin += count;
+ protected:
+  void Begin() override {
+    RequireParts();
+    OpenLanes([this](int encoder) { return PlanSegment(encoder); });
+    for (int host = 0; host < hosts().n_hosts(); ++host) {
+      for (int r : hosts().RanksOf(host)) {
+        for (const Run& run : SegmentOf(r).runs[0]) to_decode_.emplace_back(r, &run);
       }
     }
+    // Small messages show that a slow link makes progress, see Scheduler::CheckStalls.
+    message_bytes_ = std::max<size_t>(64, channel_.chunk_bytes / 16);
+    OpenSpread(message_bytes_);
+    lanes_->SendRows(packed_.get());
   }
-  return segment;
-}
 
-void SparseReduction::ExchangeOnHost() {
-  size_t n_values = 0;
-  for (int peer : Local()) n_values += SegmentOf(peer).n_values;
-  packed_ = channel_.buffers->Get(n_values * sizeof(float));
-  const Segment& own = SegmentOf(rank());
-  received_ = channel_.buffers->Get(own.n_values * sizeof(float) * (Local().size() - 1));
-  host_sum_ = channel_.buffers->Get(kChunksAtOnce * code_.chunk() * sizeof(float));
-  // Other ranks of the host keep the errors of what they encode.
-  for (size_t i = 0; i < args_.counts.size(); ++i) {
-    if (args_.counts[i] > 0) {
-      std::memset(args_.new_errors[i], 0, args_.counts[i] * sizeof(float));
-    }
+  void Advance(const std::vector<int>& completed) override {
+    Count(completed);
+    const Lanes::Lane& own = (*lanes_)[lanes_->size() - 1];
+    has_computed_ = own.n_missing[0] == 0 && n_encoded_ < runs().size();
+    if (!has_computed_) return;
+    // One run at a time: MPI must be asked for progress in between.
+    Encode(runs()[n_encoded_++]);
+    SendEncoded();
   }
-  float* packed = reinterpret_cast<float*>(packed_.get());
-  char* row = received_.get();
-  for (int peer : Local()) {
-    const Segment& segment = SegmentOf(peer);
-    for (const Run& run : segment.runs) {
-      ScaledCopy(args_.inputs[run.tensor] + run.begin, packed + run.value, run.count,
-                 DType::kFloat32, args_.prescale);
-    }
-    if (peer == rank()) {
-      sources_.push_back(reinterpret_cast<const char*>(packed));
+
+  void Finish() override {
+    if (n_encoded_ < runs().size()) return;
+    has_computed_ = true;
+    if (n_cleared_ < args_.counts.size()) {
+      const size_t count = args_.counts[n_cleared_];
+      if (count > 0) std::memset(args_.outputs[n_cleared_], 0, count * sizeof(float));
+      ++n_cleared_;
+    } else if (n_decoded_ < to_decode_.size()) {
+      const auto [owner, run] = to_decode_[n_decoded_++];
+      Decode(*run, CodesOf(owner) + run->byte);
     } else {
-      transfers_->Send(packed, segment.n_values * sizeof(float), peer,
-                       channel_.tag + kContribution);
-      transfers_->Receive(row, own.n_values * sizeof(float), peer, channel_.tag + kContribution,
-                          static_cast<int>(n_missing_++));
-      sources_.push_back(row);
-      row += own.n_values * sizeof(float);
+      SetDone();
     }
-    packed += segment.n_values;
   }
-}
 
-void SparseReduction::Advance(const std::vector<int>& completed) {
-  for (int key : completed) {
-    if (!spread_->OnCompleted(key)) --n_missing_;
-  }
-  const Segment& own = SegmentOf(rank());
-  has_computed_ = n_missing_ == 0 && n_encoded_ < own.runs.size();
-  if (!has_computed_) return;
-  // One run at a time: MPI must be asked for progress in between.
-  Encode(own.runs[n_encoded_++]);
-  SendEncoded();
-}
+ private:
+  // What this rank encodes.
+  const std::vector<Run>& runs() const { return SegmentOf(rank()).runs[0]; }
 
-void SparseReduction::Encode(const Run& run) {
-  const float* in = args_.inputs[run.tensor] + run.begin;
-  float factor = static_cast<float>(args_.prescale);
-  if (!sources_.empty()) {
-    std::vector<const void*> parts;
-    parts.reserve(sources_.size());
-    for (const char* source : sources_) parts.push_back(source + run.value * sizeof(float));
-    Reduce(parts, host_sum_.get(), run.count, DType::kFloat32, ReduceOp::kSum, 1.0);
-    in = reinterpret_cast<const float*>(host_sum_.get());
-    factor = 1.0f;
-  }
-  char* out = codes_.get() + cuts_[static_cast<size_t>(rank())] + run.byte;
-  const float* error = args_.errors[run.tensor] + run.begin;
-  float* new_error = args_.new_errors[run.tensor] + run.begin;
-  ForChunks(run, [&](size_t begin, size_t end) {
-    code_.Encode(in + begin, factor, error + begin, static_cast<float>(args_.decay), end - begin,
-                 out + code_.Bytes(begin), new_error + begin);
-  });
-}
-
-void SparseReduction::SendEncoded() {
-  const Segment& own = SegmentOf(rank());
-  const bool is_last = n_encoded_ == own.runs.size();
-  const size_t n_ready = is_last ? own.n_bytes : own.runs[n_encoded_].byte;
-  const char* codes = codes_.get() + cuts_[static_cast<size_t>(rank())];
-  while (n_sent_ + message_bytes_ <= n_ready || (is_last && n_sent_ < n_ready)) {
-    const size_t n_bytes = std::min(message_bytes_, own.n_bytes - n_sent_);
-    spread_->SendChunk(codes + n_sent_, n_bytes);
-    n_sent_ += n_bytes;
-  }
-}
-
-void SparseReduction::Decode(const Run& run, const char* codes) {
-  ForChunks(run, [&](size_t begin, size_t end) {
-    code_.DecodeOnto(codes + run.byte + code_.Bytes(begin), static_cast<float>(args_.postscale),
-                     end - begin, args_.outputs[run.tensor] + run.begin + begin);
-  });
-}
-
-void SparseReduction::Finish() {
-  if (n_encoded_ < SegmentOf(rank()).runs.size()) return;
-  has_computed_ = true;
-  if (n_cleared_ < args_.counts.size()) {
-    const size_t count = args_.counts[n_cleared_];
-    if (count > 0) std::memset(args_.outputs[n_cleared_], 0, count * sizeof(float));
-    ++n_cleared_;
-    return;
-  }
-  while (next_host_ < layout_->n_hosts()) {
-    const std::vector<int>& ranks = layout_->RanksOf(next_host_);
-    if (next_local_ == ranks.size()) {
-      next_local_ = 0;
-      ++next_host_;
-      continue;
+  // What one rank encodes for its host: its own parts, and those of the ranks of other hosts that
+  // have it as partner. Only ranks of this host need rows of them.
+  Segment PlanSegment(int encoder) const {
+    Segment segment;
+    AppendChunk(&segment);
+    std::vector<int> owners = hosts().Remote(encoder);
+    owners.push_back(encoder);
+    for (int owner : owners) {
+      for (size_t i = 0; i < args_.counts.size(); ++i) {
+        const size_t end = args_.cuts[i][static_cast<size_t>(owner) + 1];
+        for (size_t begin = args_.cuts[i][static_cast<size_t>(owner)]; begin < end;) {
+          const size_t count = std::min(end - begin, kChunksAtOnce * code_.chunk());
+          AppendRun(&segment, i, begin, count);
+          begin += count;
+        }
+      }
     }
-    const Segment& segment = SegmentOf(ranks[next_local_]);
-    if (next_run_ == segment.runs.size()) {
-      next_run_ = 0;
-      ++next_local_;
-      continue;
-    }
-    const size_t begin = cuts_[static_cast<size_t>(ranks[next_local_])];
-    Decode(segment.runs[next_run_++], codes_.get() + begin);
-    return;
+    if (hosts().HostOf(encoder) != hosts().HostOf(rank())) segment.chunks.clear();
+    return segment;
   }
-  SetDone();
+
+  void Encode(const Run& run) {
+    const std::pair<const float*, float> sum = HostSum(lanes_->size() - 1, run);
+    char* out = CodesOf(rank()) + run.byte;
+    const float* error = args_.errors[run.tensor] + run.begin;
+    float* new_error = args_.new_errors[run.tensor] + run.begin;
+    channel_.workers->For(run.count, 4 * code_.chunk(), [&](size_t begin, size_t end) {
+      code_.Encode(sum.first + begin, sum.second, error + begin, static_cast<float>(args_.decay),
+                   end - begin, out + code_.Bytes(begin), new_error + begin);
+    });
+  }
+
+  void SendEncoded() {
+    const bool is_last = n_encoded_ == runs().size();
+    const size_t n_bytes = SegmentOf(rank()).sum_bytes;
+    const size_t n_ready = is_last ? n_bytes : runs()[n_encoded_].byte;
+    while (n_sent_ + message_bytes_ <= n_ready || (is_last && n_sent_ < n_ready)) {
+      const size_t n = std::min(message_bytes_, n_bytes - n_sent_);
+      spread_->SendChunk(CodesOf(rank()) + n_sent_, n);
+      n_sent_ += n;
+    }
+  }
+
+  void Decode(const Run& run, const char* codes) {
+    float* to = args_.outputs[run.tensor] + run.begin;
+    channel_.workers->For(run.count, 4 * code_.chunk(), [&](size_t begin, size_t end) {
+      code_.DecodeOnto(codes + code_.Bytes(begin), static_cast<float>(args_.postscale), end - begin,
+                       to + begin);
+    });
+  }
+
+  size_t message_bytes_ = 0;                           // of codes
+  std::vector<std::pair<int, const Run*>> to_decode_;  // with who has encoded them
+  size_t n_encoded_ = 0;                               // runs of the own segment
+  size_t n_sent_ = 0;                                  // bytes of it
+  size_t n_cleared_ = 0;                               // outputs
+  size_t n_decoded_ = 0;
+};
+
+}  // namespace
+
+OperationHandle MakeSparseReduction(SparseArgs args) {
+  const SparseCode code(args.share, args.chunk);
+  return HandleOf(new SparseReduction(std::move(args), code));
 }
 
 }  // namespace tfscale

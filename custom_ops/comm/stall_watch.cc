@@ -53,7 +53,7 @@ void StallWatch::NoteGap(Clock::time_point& last, Clock::time_point now) {
   if (next_end_report_ != Clock::time_point::max()) {
     next_end_report_ = now + FromSeconds(options_.stall_warning_s);
   }
-  peers_.clear();
+  asked_.clear();
 }
 
 bool StallWatch::IsDue(Clock::time_point now) {
@@ -113,8 +113,7 @@ void StallWatch::Ask(Clock::time_point now, const std::vector<int>& ranks) {
   next_question_ = now + FromSeconds(WarningTime() / 4);
   for (int rank : ranks) {
     if (rank == rank_) continue;
-    Peer& peer = peers_[rank];
-    if (peer.asked == Clock::time_point::max()) peer.asked = now;
+    asked_.emplace(rank, now);
     marks_.Notify(rank, MarkKind::kPing);
   }
 }
@@ -130,7 +129,7 @@ void StallWatch::Complain(const Wait& wait, const std::string& text) {
 
 void StallWatch::Hear(int sender, MarkKind kind, const std::string& text) {
   if (kind == MarkKind::kPing) marks_.Notify(sender, MarkKind::kAlive);
-  if (kind == MarkKind::kAlive) peers_[sender].asked = Clock::time_point::max();
+  if (kind == MarkKind::kAlive) asked_.erase(sender);
   if (kind != MarkKind::kWaiting) return;
   Print(roster_.Name(rank_) + " keeps " + roster_.Name(sender) + " waiting, in " + text);
   ShowStacks();
@@ -148,9 +147,8 @@ std::vector<int> StallWatch::Silent(Clock::time_point now, const std::vector<int
                                     Clock::duration age) const {
   std::vector<int> silent;
   for (int rank : ranks) {
-    const auto it = peers_.find(rank);
-    const bool is_asked = it != peers_.end() && it->second.asked != Clock::time_point::max();
-    if (is_asked && now - it->second.asked >= age) silent.push_back(rank);
+    const auto it = asked_.find(rank);
+    if (it != asked_.end() && now - it->second >= age) silent.push_back(rank);
   }
   return silent;
 }

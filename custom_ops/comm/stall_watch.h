@@ -51,10 +51,6 @@ class StallWatch {
   void LookAtEnd(Clock::time_point now, const std::vector<int>& ranks);
 
  private:
-  struct Peer {
-    Clock::time_point asked = Clock::time_point::max();  // for the first time without an answer
-  };
-
   void Hear(int rank, MarkKind kind, const std::string& text);
   void Ask(Clock::time_point now, const std::vector<int>& ranks);
   void Complain(const Wait& wait, const std::string& text);
@@ -80,7 +76,7 @@ class StallWatch {
   Clock::time_point next_question_ = Clock::time_point::min();
   Clock::time_point next_stacks_ = Clock::time_point::min();
   Clock::time_point next_end_report_ = Clock::time_point::max();
-  std::map<int, Peer> peers_;
+  std::map<int, Clock::time_point> asked_;  // for the first time without an answer, by rank
 };
 
 }  // namespace tfscale

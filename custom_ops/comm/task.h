@@ -16,6 +16,8 @@ namespace tfscale {
 
 using Clock = std::chrono::steady_clock;
 
+class PlanQueue;
+
 constexpr int kEager = -1;  // the plan of a collective called outside any traced function
 
 struct Task {
@@ -27,6 +29,7 @@ struct Task {
   bool may_overtake = false;      // see Call
   int group = 0;
   int plan = kEager;
+  PlanQueue* queue = nullptr;  // of the plan; null for eager ones
   int slot = 0;
   int64_t execution = 0;   // how often this slot ran before; eager: call number in the group
   int64_t generation = 0;  // marks this rank had set when the task arrived

@@ -6,10 +6,10 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "comm/mutex.h"
 #include "comm/task.h"
 
 namespace tfscale {
@@ -26,7 +26,7 @@ class Traffic {
   bool is_on() const { return is_on_; }
   // Before the first count.
   void SetRanks(int rank, int size) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     rank_ = static_cast<size_t>(rank);
     waited_s_.assign(static_cast<size_t>(size), 0.0);
   }
@@ -37,21 +37,21 @@ class Traffic {
       // A longer gap means that this process was stopped, or that its core computes: then it is
       // late itself.
       const Clock::duration gap = std::min<Clock::duration>(now - last_, kLongestGap);
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       waited_s_[rank_] += std::chrono::duration<double>(gap).count();
     }
     last_ = now;
     is_waiting_ = is_waiting;
   }
   void AddBytes(size_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     bytes_ += static_cast<int64_t>(bytes);
   }
 
   // Returns what to report to rank 0, "" while nothing is due.
   std::string TakeReport(Clock::time_point now) {
     if (now < next_report_) return "";
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     const double waited_s = waited_s_[rank_];
     if (rank_ == 0 || waited_s == reported_s_) return "";
     next_report_ =
@@ -61,13 +61,13 @@ class Traffic {
   }
   // Takes the report of another rank.
   void Hear(int sender, const std::string& report) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     waited_s_.at(static_cast<size_t>(sender)) = std::strtod(report.c_str(), nullptr);
   }
 
   // Copies the seconds of up to `capacity` ranks, as far as this rank knows them; returns bytes.
   int64_t Read(double* waited_s, size_t capacity) const {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     std::copy_n(waited_s_.begin(), std::min(capacity, waited_s_.size()), waited_s);
     return bytes_;
   }
@@ -84,10 +84,10 @@ class Traffic {
   Clock::time_point next_report_{};
   double reported_s_ = 0.0;
 
-  mutable std::mutex mutex_;
-  size_t rank_ = 0;               // all below guarded by mutex_
-  std::vector<double> waited_s_;  // by rank of the world
-  int64_t bytes_ = 0;
+  mutable Mutex mutex_;
+  size_t rank_ TFSCALE_GUARDED_BY(mutex_) = 0;
+  std::vector<double> waited_s_ TFSCALE_GUARDED_BY(mutex_);  // by rank of the world
+  int64_t bytes_ TFSCALE_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace tfscale

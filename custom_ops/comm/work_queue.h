@@ -3,12 +3,11 @@
 #define TFSCALE_COMM_WORK_QUEUE_H_
 
 #include <functional>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "comm/mutex.h"
 #include "comm/task.h"
-#include "comm/wake_up.h"
 
 namespace tfscale {
 
@@ -28,9 +27,10 @@ class WorkQueue {
 
   // All items, at once if there are any, else after at most `wait`.
   std::vector<Item> Take(std::chrono::microseconds wait) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (wait.count() > 0 && items_.empty()) {
-      wake_.WaitFor(lock, wait, [this] { return !items_.empty(); });
+      const timespec end = WakeUp::After(wait);
+      while (items_.empty() && wake_.WaitUntil(lock, end)) continue;
     }
     return std::exchange(items_, {});
   }
@@ -38,7 +38,7 @@ class WorkQueue {
  private:
   bool Add(Item& item, bool is_last) {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      Lock lock(mutex_);
       if (is_closed_) return false;
       items_.push_back(std::move(item));
       is_closed_ = is_last;
@@ -47,10 +47,10 @@ class WorkQueue {
     return true;
   }
 
-  std::mutex mutex_;
+  Mutex mutex_;
   WakeUp wake_;
-  std::vector<Item> items_;  // guarded by mutex_
-  bool is_closed_ = false;   // guarded by mutex_
+  std::vector<Item> items_ TFSCALE_GUARDED_BY(mutex_);
+  bool is_closed_ TFSCALE_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace tfscale

@@ -12,7 +12,7 @@ WorkerPool::WorkerPool(int n_threads) {
 
 WorkerPool::~WorkerPool() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     is_stopping_ = true;
   }
   wake_.notify_all();
@@ -28,7 +28,7 @@ void WorkerPool::For(size_t count, size_t grain, const std::function<void(size_t
   }
   const size_t n_grains = (count + grain - 1) / grain;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     work_ = &work;
     count_ = count;
     part_size_ = (n_grains + n_parts - 1) / n_parts * grain;
@@ -37,8 +37,8 @@ void WorkerPool::For(size_t count, size_t grain, const std::function<void(size_t
   }
   wake_.notify_all();
   RunPart(0);
-  std::unique_lock<std::mutex> lock(mutex_);
-  done_.wait(lock, [this] { return n_running_ == 0; });
+  Lock lock(mutex_);
+  while (n_running_ > 0) lock.Wait(done_);
   work_ = nullptr;
 }
 
@@ -50,14 +50,15 @@ void WorkerPool::RunPart(size_t part) const {
 
 void WorkerPool::Run(size_t part) {
   size_t last_job = 0;
-  std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    wake_.wait(lock, [&] { return is_stopping_ || job_ != last_job; });
-    if (is_stopping_) return;
-    last_job = job_;
-    lock.unlock();
+    {
+      Lock lock(mutex_);
+      while (!is_stopping_ && job_ == last_job) lock.Wait(wake_);
+      if (is_stopping_) return;
+      last_job = job_;
+    }
     RunPart(part);
-    lock.lock();
+    Lock lock(mutex_);
     if (--n_running_ == 0) done_.notify_one();
   }
 }

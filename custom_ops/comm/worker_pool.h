@@ -5,9 +5,10 @@
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "comm/mutex.h"
 
 namespace tfscale {
 
@@ -31,16 +32,16 @@ class WorkerPool {
   void Run(size_t part);
   void RunPart(size_t part) const;
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable done_;
-  // All below are guarded by mutex_; a job's fields do not change while parts run.
+  // Written under mutex_, read by the parts of a job, which runs while they do not change.
   const std::function<void(size_t, size_t)>* work_ = nullptr;
   size_t count_ = 0;
   size_t part_size_ = 0;
-  size_t n_running_ = 0;
-  size_t job_ = 0;
-  bool is_stopping_ = false;
+  size_t n_running_ TFSCALE_GUARDED_BY(mutex_) = 0;
+  size_t job_ TFSCALE_GUARDED_BY(mutex_) = 0;
+  bool is_stopping_ TFSCALE_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;
 };
 

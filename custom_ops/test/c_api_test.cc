@@ -24,7 +24,7 @@ TEST(NothingWorksBeforeTheStart) {
   CheckFails(tfscale_rank(), "tfscale is not initialised. Call tfscale.init() first.");
   CheckFails(tfscale_mark(0), "not initialised");
   CheckFails(tfscale_num_given_up(), "not initialised");
-  CheckFails(tfscale_plan_create(0, "f"), "not initialised");
+  CheckFails(tfscale_plan_create(0, "f", 0), "not initialised");
   tfscale_stop();
 }
 
@@ -71,11 +71,11 @@ TEST(StartAndStop) {
     std::vector<Event> events(8);
     // Ranks compare the members of a group by a gather.
     CHECK_EQ(tfscale_take_events(events.data(), 8), int64_t{1});
-    const int plan = tfscale_plan_create(0, "train");
+    const int plan = tfscale_plan_create(0, "train", 0);
     CHECK_EQ(tfscale_plan_add_slot(plan, "a", ""), 0);
     CHECK_EQ(tfscale_plan_add_slot(plan, "b", ""), 1);
     CheckFails(tfscale_plan_add_slot(plan + 1, "c", ""), "plan " + std::to_string(plan + 1));
-    CheckFails(tfscale_plan_create(-1, "f"), "-1");
+    CheckFails(tfscale_plan_create(-1, "f", 0), "-1");
 
     std::vector<int> all;
     for (int r = 0; r < tfscale_size(); ++r) all.push_back(r);

@@ -29,7 +29,7 @@ void Deafen(int ms) {
 TEST(ADeadRankIsNoticedBesideAnOpenMeeting) {
   Job job(ShortLimits());
   if (job.size() == 1) return;
-  const SumPlan meeting(job, "save (meeting)", 1);
+  const SumPlan meeting = Meeting(job);
   meeting.Run(0);
   if (job.rank() != 0) {
     Deafen(1500);
@@ -107,11 +107,11 @@ TEST(ASlowTransferIsNotStalled) {
 // The root of a broadcast needs no other rank for its part: it can be an incarnation ahead, and
 // leave, before the others begin. They get what it sent, and no more.
 TEST(WhatARankSentInAnEarlierIncarnationArrivesAfterItLeft) {
-  for (const char* name : {"train", "save (meeting)"}) {
+  for (bool is_patient : {false, true}) {
     Job job;
     if (job.size() == 1) return;
-    const int plan = job.engine().plans().Create(0, name);
-    const Place place{name, 0, plan, job.engine().plans().AddSlot(plan, name)};
+    const int plan = job.engine().plans().Create(0, "train", is_patient);
+    const Place place{"train", 0, plan, job.engine().plans().AddSlot(plan, "broadcast")};
     std::vector<int> number(1);
     const auto broadcast = [&](int step) {
       number[0] = job.rank() == 0 ? step : -1;

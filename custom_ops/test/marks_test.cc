@@ -174,6 +174,40 @@ TEST(OnlyGroupsWithThePeerAreGivenUp) {
   if (job.rank() < 2) plan_with.Run(1);
 }
 
+// Two ranks, whose steps end by the mark of a third, wait in runs that the other has not begun.
+TEST(RunsThatAnEndedStepNeverBeginsAreGivenUp) {
+  Job job(ShortLimits());
+  if (job.size() < 3) return;
+  const int last = job.size() - 1;
+  const std::vector<int> members = job.Ranks([last](int r) { return r < last; });
+  const int group = job.engine().AddGroup(members);
+  const SumPlan world(job, "world", 2), first(job, "first", 1, group, members),
+      second(job, "second", 1, group, members);
+  int incarnation = 0;
+  for (MarkKind kind : {MarkKind::kStop, MarkKind::kEpochEnd}) {
+    world.Run(0);
+    if (job.rank() == last) {
+      job.engine().Mark(kind);
+    } else {
+      first.Run(0);
+      Sum given_up = world.Post(0, 1);
+      const SumPlan& begun = job.rank() == 0 ? first : second;
+      Sum waiting = begun.Post(0, 1);
+      const bool is_stop = kind == MarkKind::kStop;
+      const auto check = [&](const Status& status) {
+        CHECK_TRUE(status.code == (is_stop ? StatusCode::kStopped : StatusCode::kFailed));
+        CHECK_CONTAINS(status.message, is_stop ? "stopped training after step" : "ended its epoch");
+      };
+      check(given_up.Wait());
+      job.engine().GiveUpWaiting(begun.id());
+      check(waiting.Wait());
+      job.engine().Mark(kind);
+    }
+    StartTogether(job, ++incarnation);
+    if (job.rank() != last) second.Run(2);
+  }
+}
+
 // The mark of this rank does not hide that of a peer from what is under way.
 TEST(CollectivesUnderWayAcrossTheOwnMark) {
   Job job;
@@ -206,7 +240,7 @@ TEST(IncarnationsStartWhenNothingRuns) {
 TEST(AnOpenMeetingOutlivesMarksAndIncarnations) {
   Job job;
   if (job.size() == 1) return;
-  const SumPlan plan(job, "train", kSlots), meeting(job, "save (meeting)", 1);
+  const SumPlan plan(job, "train", kSlots), meeting = Meeting(job);
   for (int round = 0; round < 3; ++round) {
     const int first = round % job.size();
     std::vector<Sum> open;
@@ -227,7 +261,7 @@ TEST(AnOpenMeetingOutlivesMarksAndIncarnations) {
 
 TEST(AMeetingEndsWhereARankHasLeft) {
   Job job;
-  const SumPlan meeting(job, "save (meeting)", 1);
+  const SumPlan meeting = Meeting(job);
   meeting.Run(0);
   if (job.rank() == 0) return;
   CHECK_CONTAINS(meeting.Post(0, 1).Wait().message, "rank 0 has left the job");

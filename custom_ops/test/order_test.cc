@@ -208,13 +208,13 @@ TEST(UnknownPlacesAreRefused) {
   plan.Run(1);
 }
 
-// Ranks that never join a meeting do no harm; see tfscale/exchange/meeting.py.
+// Ranks that never join a meeting do no harm; see tfscale/comm/meeting.py.
 TEST(AMeetingMayWaitForEver) {
   EngineOptions options = SmallOptions();
   options.stall_warning_s = 0.1;
   options.stall_shutdown_s = 0.3;
   Job job(options);
-  const SumPlan plan(job, "save (meeting)", 1);
+  const SumPlan plan = Meeting(job);
   if (job.rank() == 0) SleepMs(900);
   plan.Run(0);
 }

@@ -67,14 +67,14 @@ class Sum {
 class SumPlan {
  public:
   SumPlan(const Job& job, const std::string& name, int n_slots, int group = 0,
-          std::vector<int> ranks = {}, bool may_overtake = false)
+          std::vector<int> ranks = {}, bool may_overtake = false, bool is_patient = false)
       : job_(job),
         n_slots_(n_slots),
         group_(group),
         ranks_(std::move(ranks)),
         may_overtake_(may_overtake) {
     if (ranks_.empty()) ranks_ = job.Ranks([](int) { return true; });
-    id_ = job.engine().plans().Create(group, name);
+    id_ = job.engine().plans().Create(group, name, is_patient);
     for (int slot = 0; slot < n_slots; ++slot) {
       job.engine().plans().AddSlot(id_, "sum" + std::to_string(slot));
     }
@@ -112,6 +112,9 @@ class SumPlan {
   bool may_overtake_;
   int id_ = 0;
 };
+
+// One that ranks may join at any time.
+inline SumPlan Meeting(const Job& job) { return SumPlan(job, "save", 1, 0, {}, false, true); }
 
 }  // namespace testing
 }  // namespace tfscale

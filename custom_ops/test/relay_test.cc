@@ -1,4 +1,6 @@
 // Allreduces whose blocks pass other ranks, on few and on many ranks.
+#include "comm/relay.h"
+
 #include <algorithm>
 #include <string>
 #include <vector>

@@ -288,7 +288,7 @@ TEST(StoppingWaitsForWhatWasPosted) {
     HostPlace place{};
     CHECK_EQ(tfscale_host_place(-1, &place), 0);
     CHECK_EQ(tfscale_start(-1, &options), 0);
-    const int plan = tfscale_plan_create(0, "train");
+    const int plan = tfscale_plan_create(0, "train", 0);
     CHECK_EQ(tfscale_plan_add_slot(plan, "gather", ""), 0);
     const Parts parts(EvenCuts(tfscale_size(), 100003), tfscale_rank(), 2);
     if (tfscale_rank() == 0) SleepMs(500);

@@ -104,9 +104,9 @@ class Buffers {
   size_t next_ = 0;           // guarded by mutex_
 };
 
-class PostGatherOp : public CollectiveKernel {
+class PostGatherOp : public PostKernel {
  public:
-  explicit PostGatherOp(OpKernelConstruction* context) : CollectiveKernel(context) {
+  explicit PostGatherOp(OpKernelConstruction* context) : PostKernel(context) {
     auto layout = std::make_shared<Layout>();
     OP_REQUIRES_OK(context, context->GetAttr("dtype", &layout->dtype));
     OP_REQUIRES_OK(context, context->GetAttr("piece_offsets", &layout->piece_offsets));
@@ -120,40 +120,11 @@ class PostGatherOp : public CollectiveKernel {
     layout_ = std::move(layout);
   }
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    auto delivery = std::make_shared<Delivery>();
+ protected:
+  absl::StatusOr<OperationHandle> Prepare(OpKernelContext* context, Delivery* delivery,
+                                          TensorList* memory) override {
+    TF_RETURN_IF_ERROR(CheckInputs(context, *delivery));
     delivery->shapes = layout_->shapes;
-    OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "after", &delivery->variables), done);
-    OP_REQUIRES_OK_ASYNC(context, CheckInputs(context, *delivery), done);
-    const auto keys = KeysOf(delivery->variables);
-    // Wait for pending values first; it no longer matters whether they arrive.
-    PendingVariables::Get().Await(keys, [this, context, done, delivery](const Status&) {
-      OP_REQUIRES_OK_ASYNC(context, Begin(context, delivery), done);
-      done();
-    });
-  }
-
- private:
-  absl::Status CheckInputs(OpKernelContext* context, const Delivery& delivery) const {
-    OpInputList pieces;
-    TF_RETURN_IF_ERROR(context->input_list("pieces", &pieces));
-    if (static_cast<size_t>(pieces.size()) != layout_->piece_offsets.size()) {
-      return Wrong("an offset for each piece");
-    }
-    if (delivery.variables.size() != layout_->shapes.size()) return Wrong("a shape per variable");
-    const size_t rank = static_cast<size_t>(layout_->rank);
-    for (int i = 0; i < pieces.size(); ++i) {
-      const int64_t begin = layout_->piece_offsets[static_cast<size_t>(i)];
-      const int64_t end = begin + pieces[i].NumElements();
-      if (begin < layout_->cuts[rank] || end > layout_->cuts[rank + 1]) {
-        return Wrong("pieces lie in their rank's segment");
-      }
-      if (pieces[i].dtype() != layout_->dtype) return Wrong("one type for all pieces");
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status Begin(OpKernelContext* context, const std::shared_ptr<Delivery>& delivery) {
     Tensor buffer;
     TF_RETURN_IF_ERROR(buffers_.Take(context, *layout_, &buffer));
     OpInputList pieces;
@@ -172,17 +143,31 @@ class PostGatherOp : public CollectiveKernel {
     }
     const Tensor* bits = nullptr;
     TF_RETURN_IF_ERROR(context->input("bits", &bits));
-    // A gather that was given up may still write into the buffer, and read old values.
-    auto memory = std::make_shared<TensorList>(1, std::move(buffer));
-    OperationHandle operation = Make(data, bits->scalar<int32_t>()(), *delivery, memory.get());
-    delivery->Begin();
-    Call call = MakeCall();
-    call.memory = std::move(memory);
-    // Values that come before they are read do no harm. The plan's order is that of the next
-    // forward pass, whose first values are those that back-propagation makes last.
-    call.may_overtake = true;
-    call.done = [delivery](const Status& status) { delivery->End(status); };
-    tfscale::Submit(std::move(operation), std::move(call));
+    memory->push_back(std::move(buffer));
+    return Make(data, bits->scalar<int32_t>()(), *delivery, memory);
+  }
+
+  // Values that come before they are read do no harm. The plan's order is that of the next
+  // forward pass, whose first values are those that back-propagation makes last.
+  void SetOrder(Call* call) const override { call->may_overtake = true; }
+
+ private:
+  absl::Status CheckInputs(OpKernelContext* context, const Delivery& delivery) const {
+    OpInputList pieces;
+    TF_RETURN_IF_ERROR(context->input_list("pieces", &pieces));
+    if (static_cast<size_t>(pieces.size()) != layout_->piece_offsets.size()) {
+      return Wrong("an offset for each piece");
+    }
+    if (delivery.variables.size() != layout_->shapes.size()) return Wrong("a shape per variable");
+    const size_t rank = static_cast<size_t>(layout_->rank);
+    for (int i = 0; i < pieces.size(); ++i) {
+      const int64_t begin = layout_->piece_offsets[static_cast<size_t>(i)];
+      const int64_t end = begin + pieces[i].NumElements();
+      if (begin < layout_->cuts[rank] || end > layout_->cuts[rank + 1]) {
+        return Wrong("pieces lie in their rank's segment");
+      }
+      if (pieces[i].dtype() != layout_->dtype) return Wrong("one type for all pieces");
+    }
     return absl::OkStatus();
   }
 

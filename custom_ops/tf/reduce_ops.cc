@@ -87,9 +87,10 @@ REGISTER_OP("TfscaleScatterReduce")
         "Reduces the elements of all tensors, one tensor after another, over the ranks of a group; "
         "rank r receives the r-th part of them, counts[r] elements, as a vector.");
 
-class ReduceKernel : public CollectiveKernel {
+template <typename Kernel>
+class ReduceKernel : public Kernel {
  public:
-  explicit ReduceKernel(OpKernelConstruction* context) : CollectiveKernel(context) {
+  explicit ReduceKernel(OpKernelConstruction* context) : Kernel(context) {
     int op = 0;
     OP_REQUIRES_OK(context, context->GetAttr("reduce_op", &op));
     args_.op = static_cast<ReduceOp>(op);
@@ -101,7 +102,7 @@ class ReduceKernel : public CollectiveKernel {
   ReductionArgs args_;
 };
 
-class AllreduceOp : public ReduceKernel {
+class AllreduceOp : public ReduceKernel<CollectiveKernel> {
  public:
   using ReduceKernel::ReduceKernel;
 
@@ -124,23 +125,13 @@ class AllreduceOp : public ReduceKernel {
   }
 };
 
-class PostAllreduceOp : public ReduceKernel {
+class PostAllreduceOp : public ReduceKernel<PostKernel> {
  public:
   using ReduceKernel::ReduceKernel;
 
-  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    auto delivery = std::make_shared<Delivery>();
-    OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "after", &delivery->variables), done);
-    const auto keys = KeysOf(delivery->variables);
-    // Wait for pending values first; it no longer matters whether they arrive.
-    PendingVariables::Get().Await(keys, [this, context, done, delivery](const Status&) {
-      OP_REQUIRES_OK_ASYNC(context, Begin(context, delivery), done);
-      done();
-    });
-  }
-
- private:
-  absl::Status Begin(OpKernelContext* context, const std::shared_ptr<Delivery>& delivery) {
+ protected:
+  absl::StatusOr<OperationHandle> Prepare(OpKernelContext* context, Delivery* delivery,
+                                          TensorList* memory) override {
     OpInputList inputs;
     TF_RETURN_IF_ERROR(context->input_list("tensors", &inputs));
     if (static_cast<size_t>(inputs.size()) != delivery->variables.size()) {
@@ -150,44 +141,24 @@ class PostAllreduceOp : public ReduceKernel {
     }
     ReductionArgs args = args_;
     args.dtype = ToDType(inputs[0].dtype());
-    auto tensors = std::make_shared<TensorList>();
     for (int i = 0; i < inputs.size(); ++i) {
       const Tensor& input = inputs[i];
+      tensorflow::Var* variable = delivery->variables[static_cast<size_t>(i)].get();
       Tensor output;
-      TF_RETURN_IF_ERROR(
-          TakeBuffer(context, delivery->variables[static_cast<size_t>(i)].get(), input, &output));
+      TF_RETURN_IF_ERROR(TakeBuffer(context, variable, input.dtype(), input.shape(), &output));
       args.inputs.push_back(input.data());
       args.outputs.push_back(output.data());
       args.counts.push_back(static_cast<size_t>(input.NumElements()));
       delivery->shapes.push_back(input.shape());
       delivery->values.push_back(output);
-      tensors->push_back(input);
-      tensors->push_back(std::move(output));
+      memory->push_back(input);
+      memory->push_back(std::move(output));
     }
-    delivery->Begin();
-    Call call = MakeCall();
-    call.memory = std::move(tensors);
-    call.is_awaited_later = true;
-    call.done = [delivery](const Status& status) { delivery->End(status); };
-    tfscale::Submit(MakeReduction(std::move(args)), std::move(call));
-    return absl::OkStatus();
-  }
-
-  // The variable's own memory where nothing else refers to it: fresh memory would
-  // cost a page fault per 4 KiB.
-  static absl::Status TakeBuffer(OpKernelContext* context, tensorflow::Var* variable,
-                                 const Tensor& input, Tensor* output) {
-    tensorflow::mutex_lock lock(*variable->mu());
-    const Tensor& own = *variable->tensor();
-    if (own.RefCountIsOne() && own.dtype() == input.dtype() && own.shape() == input.shape()) {
-      *output = own;
-      return absl::OkStatus();
-    }
-    return context->allocate_temp(input.dtype(), input.shape(), output);
+    return MakeReduction(std::move(args));
   }
 };
 
-class ReducescatterOp : public ReduceKernel {
+class ReducescatterOp : public ReduceKernel<CollectiveKernel> {
  public:
   explicit ReducescatterOp(OpKernelConstruction* context) : ReduceKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("group_rank", &group_rank_));
@@ -225,7 +196,7 @@ class ReducescatterOp : public ReduceKernel {
   int group_rank_ = 0;
 };
 
-class ScatterReduceOp : public ReduceKernel {
+class ScatterReduceOp : public ReduceKernel<CollectiveKernel> {
  public:
   explicit ScatterReduceOp(OpKernelConstruction* context) : ReduceKernel(context) {
     std::vector<int64_t> counts;

@@ -61,6 +61,17 @@ absl::Status SetFromSlice(Var* variable, const Tensor& slice, const TensorShape&
   return absl::OkStatus();
 }
 
+absl::Status TakeBuffer(OpKernelContext* context, Var* variable, tensorflow::DataType dtype,
+                        const TensorShape& shape, Tensor* output) {
+  tensorflow::mutex_lock lock(*variable->mu());
+  const Tensor& own = *variable->tensor();
+  if (own.RefCountIsOne() && own.dtype() == dtype && own.shape() == shape) {
+    *output = own;
+    return absl::OkStatus();
+  }
+  return context->allocate_temp(dtype, shape, output);
+}
+
 void Delivery::End(Status status) {
   for (size_t i = 0; status.ok() && i < variables.size(); ++i) {
     const absl::Status set = SetFromSlice(variables[i].get(), values[i], shapes[i]);
@@ -71,6 +82,32 @@ void Delivery::End(Status status) {
   if (!status.ok()) anchors = AnchorsOf(variables);
   PendingVariables::Get().End(KeysOf(variables), status, std::move(anchors));
   variables.clear();
+}
+
+void PostKernel::ComputeAsync(OpKernelContext* context, DoneCallback done) {
+  auto delivery = std::make_shared<Delivery>();
+  OP_REQUIRES_OK_ASYNC(context, FindVariables(context, "after", &delivery->variables), done);
+  const auto keys = KeysOf(delivery->variables);
+  // Wait for pending values first; it no longer matters whether they arrive.
+  PendingVariables::Get().Await(keys, [this, context, done, delivery](const Status&) {
+    OP_REQUIRES_OK_ASYNC(context, Begin(context, delivery), done);
+    done();
+  });
+}
+
+absl::Status PostKernel::Begin(OpKernelContext* context,
+                               const std::shared_ptr<Delivery>& delivery) {
+  auto memory = std::make_shared<TensorList>();
+  absl::StatusOr<OperationHandle> operation = Prepare(context, delivery.get(), memory.get());
+  if (!operation.ok()) return operation.status();
+  delivery->Begin();
+  Call call = MakeCall();
+  // A collective that was given up may still read and write it.
+  call.memory = std::move(memory);
+  SetOrder(&call);
+  call.done = [delivery](const Status& status) { delivery->End(status); };
+  tfscale::Submit(*std::move(operation), std::move(call));
+  return absl::OkStatus();
 }
 
 }  // namespace tfscale

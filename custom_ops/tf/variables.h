@@ -30,6 +30,12 @@ std::vector<std::shared_ptr<void>> AnchorsOf(const VariableList& variables);
 absl::Status SetFromSlice(tensorflow::Var* variable, const tensorflow::Tensor& slice,
                           const tensorflow::TensorShape& shape);
 
+// Memory for a new value of a variable: its own where nothing else refers to it, because fresh
+// memory would cost a page fault per 4 KiB.
+absl::Status TakeBuffer(tensorflow::OpKernelContext* context, tensorflow::Var* variable,
+                        tensorflow::DataType dtype, const tensorflow::TensorShape& shape,
+                        tensorflow::Tensor* output);
+
 // New values of variables that an exchange brings while training continues:
 // TfscaleAwait waits for them.
 struct Delivery {
@@ -42,6 +48,25 @@ struct Delivery {
   // Sets the variables where the exchange has succeeded, and lets readers continue. They get the
   // error where it has not.
   void End(Status status);
+};
+
+// The base of collectives that a step begins without waiting: they bring new values of the
+// variables `after`. TfscaleAwait waits for these.
+class PostKernel : public CollectiveKernel {
+ public:
+  using CollectiveKernel::CollectiveKernel;
+  void ComputeAsync(tensorflow::OpKernelContext* context, DoneCallback done) override;
+
+ protected:
+  // Returns the operation that brings the values of `delivery`, which receives them and their
+  // shapes here. What the operation reads and writes is added to `memory`.
+  virtual absl::StatusOr<OperationHandle> Prepare(tensorflow::OpKernelContext* context,
+                                                  Delivery* delivery, TensorList* memory) = 0;
+  virtual void SetOrder(Call* call) const { call->is_awaited_later = true; }
+
+ private:
+  absl::Status Begin(tensorflow::OpKernelContext* context,
+                     const std::shared_ptr<Delivery>& delivery);
 };
 
 }  // namespace tfscale

@@ -79,6 +79,24 @@ def case_one_rank_stops_within_an_epoch_or_at_its_end():
     stop_everywhere()
 
 
+@engine_only("others ask before each step")
+@sizes(2, 3, timeout_s=120)
+def case_a_fit_without_callbacks_follows_one_that_stopped():
+    """Also where callbacks of the first one are kept, and steps outside of `fit`."""
+    model, data = small_model(), tfscale.data.GlobalBatches(*samples(60), batch_size=12, seed=1)
+    first = callbacks()
+    for kept in (first, None):
+        model.fit(data, epochs=4, verbose=0, callbacks=[*(kept or callbacks()), StopAt(2)])
+        before = int(model.optimizer.iterations)
+        model.fit(data, epochs=2, verbose=0)
+        assert int(model.optimizer.iterations) - before == 10
+        model.fit(data, epochs=4, verbose=0, callbacks=[*(kept or callbacks()), StopAt(2)])
+        model.train_on_batch(*(a[:4] for a in samples(60)))
+        model.fit(data, verbose=0)
+        assert int(model.optimizer.iterations) - before == 10 + 8 + 1 + 5
+        assert_equal_on_all_ranks(weights(model))
+
+
 @sizes(2, 3, timeout_s=120)
 def case_one_rank_stops_while_running_eagerly():
     stop_everywhere(run_eagerly=True)

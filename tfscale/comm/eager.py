@@ -49,9 +49,9 @@ def engine_text(message: str) -> str:
     return re.sub(r"\s*\[\[\{\{node.*| \[Op:.*", "", match[2]) if match else message
 
 
-def has_stopped(message: str) -> bool:
-    """Return whether the collective was given up because another rank stopped."""
-    return "TFSCALE_STOPPED" in message
+def has_stopped(error: tf.errors.OpError) -> bool:
+    """Return whether an error comes from a collective given up because another rank stopped."""
+    return isinstance(error, tf.errors.AbortedError) and runtime.num_given_up() > 0
 
 
 def is_exchange_error(error: tf.errors.OpError) -> bool:
@@ -70,7 +70,7 @@ def raise_own_errors(body: Callable[[], Any]) -> Any:
     try:
         return body()
     except tf.errors.OpError as error:
-        if not is_exchange_error(error) and not has_stopped(error.message):
+        if not is_exchange_error(error) and not has_stopped(error):
             raise
         raise ExchangeError(engine_text(error.message)) from error
 

@@ -34,7 +34,7 @@ class Meeting:
         self._shared, self._hint = shared, hint
 
         def least_over_ranks(value: tf.Tensor) -> tf.Tensor:
-            call = Call(group, "meeting of ranks", stream="meeting")
+            call = Call(group, "meeting of ranks", stream="meeting", is_patient=True)
             return runtime.backend().allreduce([value], call, Reduction(ReduceOp.MIN))[0]
 
         spec = tf.TensorSpec([], tf.int32)

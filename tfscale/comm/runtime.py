@@ -262,6 +262,7 @@ class _State:
     process_id: int = field(default_factory=os.getpid)
     incarnation: int = 0
     n_refused: int = 0
+    has_ended_fit: bool = False  # since ranks last compared what they gave up
     process_sets: list[Any] = field(default_factory=list)
     eager_calls: Counter[int] = field(default_factory=Counter)
     listeners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -269,6 +270,10 @@ class _State:
     def refuse(self) -> None:
         """Count a step that was given up before it called a collective."""
         self.n_refused += 1
+
+    def note_end_of_fit(self, has_ended: bool) -> None:
+        """Note that a `fit` has ended, or that ranks have compared what they gave up in it."""
+        self.has_ended_fit = has_ended
 
     def start_incarnation(self) -> None:
         """Separate later collectives from those left of a step that was given up."""
@@ -339,6 +344,16 @@ def count_given_up() -> None:
 def num_given_up() -> int:
     """Return the number of collectives and steps given up since the incarnation began."""
     return backend().num_given_up() + _current().n_refused
+
+
+def note_end_of_fit(has_ended: bool = True) -> None:
+    """Note that a `fit` has ended, or that ranks have compared what they gave up in it."""
+    _current().note_end_of_fit(has_ended)
+
+
+def has_ended_fit() -> bool:
+    """Return whether a `fit` has ended since ranks last compared what they gave up."""
+    return _current().has_ended_fit
 
 
 def start_incarnation() -> None:

@@ -125,6 +125,7 @@ def begin(session: FitSession, params: dict[str, Any]) -> bool:
             distributed.bound.executor.residuals.expect(min(n_steps))
     if any(rank["given_up"] for rank in described_by_rank):
         runtime.start_incarnation()
+    runtime.note_end_of_fit(False)
     session.drop_cycles([rank["cycles"] for rank in described_by_rank])
     if session.has_groups and not show_averages(session.callbacks):
         raise ConfigError(

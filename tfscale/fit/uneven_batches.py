@@ -110,6 +110,11 @@ class Progress:
     # Epochs.
 
     @property
+    def is_running(self) -> bool:
+        """True from the first epoch of training to its end."""
+        return self._is_running
+
+    @property
     def asks_before_epochs(self) -> bool:
         """True if ranks ask each other before each epoch, so that all begin it or none."""
         return self._is_apart and not runtime.is_single()
@@ -172,6 +177,7 @@ class Progress:
         if self.asks_each_step and is_early:
             ask("stop", 0)
         self._mark()
+        runtime.note_end_of_fit()
         if self._asks_epochs and is_early:
             ask("stop", 0)
         self.asks_each_step = self.is_over = False
@@ -271,6 +277,19 @@ def ask(answer: Answer, step: int) -> set[Answer]:
     return answers
 
 
+def separate_steps() -> None:
+    """Separate a step outside of `fit`, or in one without callbacks, from those given up before.
+
+    Collective, in the first such step after a `fit` with callbacks, which does this when it begins.
+    """
+    if runtime.is_single() or not runtime.has_ended_fit():
+        return
+    runtime.backend().drain()
+    if any(objects.allgather_object(runtime.num_given_up(), name="steps given up")):
+        runtime.start_incarnation()
+    runtime.note_end_of_fit(False)
+
+
 class GuardedStep:
     """A model's train function that ends training without an error if another rank has stopped."""
 
@@ -288,6 +307,8 @@ class GuardedStep:
         model = self._model()
         assert model is not None
         session = self._session_of(model)
+        if session is None or not session.is_running:
+            separate_steps()
         if session is not None:
             if session.has_unknown_steps and isinstance(iterator, tf.data.Iterator):
                 iterator = self._look_ahead(iterator)
@@ -305,7 +326,7 @@ class GuardedStep:
                 _count_missing_batch(model)
             raise
         except tf.errors.OpError as error:
-            if has_stopped(error.message):
+            if has_stopped(error):
                 return self._stop(model, engine_text(error.message))
             if not is_exchange_error(error):
                 is_of_rows = isinstance(error, tf.errors.InvalidArgumentError)

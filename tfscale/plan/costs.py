@@ -49,12 +49,18 @@ def relayed(n_bytes: float, n_ranks: int, n_hosts: int) -> Relayed | None:
         return whole if n_bytes * n_ranks <= _FEW_RANKS_BYTES else None
     if n_hosts < n_ranks:
         return whole if n_bytes <= _SHARED_HOST_BYTES else None
-    block = math.ceil(n_bytes / n_ranks / BYTES_PER_VALUE) * BYTES_PER_VALUE
     n_messages, n_blocks = _alltoall(n_ranks)
-    parts = Relayed(n_messages + rounds, (n_blocks + n_ranks - 1) * block, n_ranks * block)
-    direct = Relayed(2 * (n_ranks - 1), 2 * (n_ranks - 1) * block, n_bytes)
-    best = min((whole, parts, direct), key=lambda r: r.n_messages * _MESSAGE_BYTES + r.sent_bytes)
-    return None if best is direct else best
+    n_messages, n_blocks = n_messages + rounds, n_blocks + n_ranks - 1
+    # The engine chooses by the bytes of a segment; it sends whole values.
+    segment = math.ceil(n_bytes / n_ranks)
+    block = math.ceil(n_bytes / n_ranks / BYTES_PER_VALUE) * BYTES_PER_VALUE
+    of_whole = whole.n_messages * _MESSAGE_BYTES + whole.sent_bytes
+    of_parts = n_messages * _MESSAGE_BYTES + n_blocks * segment
+    of_direct = 2 * (n_ranks - 1) * (_MESSAGE_BYTES + segment)
+    if of_whole <= min(of_parts, of_direct):
+        return whole
+    parts = Relayed(n_messages, n_blocks * block, n_ranks * block)
+    return parts if of_parts <= of_direct else None
 
 
 @functools.cache

@@ -1,22 +1,13 @@
-// Short trainings on simulated ranks: random plans, steps, ends and faults, and what must hold.
+// Short trainings on simulated ranks, one for each seed.
 #ifndef TFSCALE_TEST_SIM_TRAINING_H_
 #define TFSCALE_TEST_SIM_TRAINING_H_
 
 #include <cstdint>
 #include <string>
 
-#include "test/sim/world.h"
+#include "test/sim/scenario.h"
 
 namespace sim {
-
-// Which kinds of runs may be drawn.
-struct Choice {
-  int n_ranks = 0;  // 0: drawn
-  int n_plans = 0;
-  int n_steps = 0;
-  bool has_marks = true;   // ranks that stop, end early, fail or leave
-  bool has_faults = true;  // deaths and other faults
-};
 
 struct Result {
   std::string violation;  // "" if all invariants hold

@@ -63,6 +63,8 @@ class Call:
             different streams do not wait for each other. "" separates gradients from calls.
         names: Names of the tensors, if each has one; errors name the one that differs.
         terms: Text that must be equal on all ranks, besides the tensors' dtypes and shapes.
+        is_patient: Its caller has a time limit, and other ranks may never join. Only a rank that
+            has left or failed ends it. It has a stream of its own.
     """
 
     group: Group
@@ -71,6 +73,7 @@ class Call:
     stream: str = ""
     names: tuple[str, ...] = ()
     terms: str = ""
+    is_patient: bool = False
 
 
 @dataclass(frozen=True)

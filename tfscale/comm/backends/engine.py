@@ -97,7 +97,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "host_place": (_INT, (_INT, ctypes.POINTER(HostPlace))),
     "add_group": (_INT, (_INT_P, _INT)),
     "remove_group": (_INT, (_INT,)),
-    "plan_create": (_INT, (_INT, _TEXT)),
+    "plan_create": (_INT, (_INT, _TEXT, _INT)),
     "plan_add_slot": (_INT, (_INT, _TEXT, _TEXT)),
     "mark": (_INT, (_INT,)),
     "start_incarnation": (_INT, (_INT,)),

@@ -35,8 +35,8 @@ class Slots:
     """
 
     def __init__(self, number: Callable[..., int]) -> None:
-        # Returns the number of a new plan or slot. It is called as ("plan_create", group, title)
-        # or ("plan_add_slot", plan, label, signature), see custom_ops/comm/c_api.h.
+        # Returns the number of a new plan or slot. It is called as ("plan_create", group, title,
+        # is_patient) or ("plan_add_slot", plan, label, signature), see custom_ops/comm/c_api.h.
         self._number = number
         self._names: dict[Position, str] = {}
         self._plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -89,7 +89,7 @@ class Slots:
             name = getattr(graph, "name", "graph").rsplit("__", 1)[0]
             name = COUNT.sub("", name).rstrip("_0123456789")
             title = f"{name} ({stream})".encode()
-            plans[key] = self._number("plan_create", call.group.id, title)
+            plans[key] = self._number("plan_create", call.group.id, title, call.is_patient)
         return plans[key]
 
 

@@ -1,0 +1,200 @@
+#include "test/sim/scenario.h"
+
+#include <algorithm>
+#include <set>
+
+namespace sim {
+namespace {
+
+void DrawMachine(Random& random, const Choice& choice, Machine* machine) {
+  machine->n_ranks = choice.n_ranks > 0 ? choice.n_ranks
+                                        : static_cast<int>(random.Of(std::vector<int64_t>{
+                                              1, 2, 2, 3, 3, 4, 4, 4, 5, 6, 8, 9, 12, 16}));
+  const int layout = static_cast<int>(random.Below(4));
+  int host = 0;
+  for (int rank = 0; rank < machine->n_ranks; ++rank) {
+    if (layout == 0) host = rank;                               // hosts of one rank
+    if (layout == 2) host = rank / 2;                           // of two
+    if (layout == 3 && rank > 0 && random.Chance(0.4)) ++host;  // of any number
+    machine->host_of.push_back(host);
+  }
+  machine->latency = random.Scale(kMicro, 200 * kMicro);
+  machine->bytes_per_ns = static_cast<double>(random.Scale(10, 5000)) / 1000;
+  machine->jitter = random.Scale(100, 300 * kMicro);
+  machine->overtakes = random.Chance(0.5);
+  machine->eager_bytes = random.Of(std::vector<int>{0, 64, 1000, 4096, 65536});
+  machine->max_tag = random.Of(std::vector<int>{32767, 1 << 20, 1 << 28});
+  if (random.Chance(0.3)) {
+    machine->late = 0.05;
+    machine->lateness = random.Scale(10 * kMicro, 20 * kMilli);
+  }
+  if (random.Chance(0.3)) machine->spurious = 0.1;
+  machine->shuffles = random.Chance(0.5);
+  machine->reports_death = random.Chance(0.3);
+}
+
+void DrawOptions(Random& random, tfscale::EngineOptions* options) {
+  options->stall_warning_s = static_cast<double>(random.Of(std::vector<int>{1, 2, 5})) / 10;
+  options->stall_shutdown_s = options->stall_warning_s * static_cast<double>(random.Between(1, 3));
+  options->report_s = random.Chance(0.3) ? 0.01 : 0.0;
+  options->max_message_bytes = random.Of(std::vector<int64_t>{100, 1000, 1 << 20});
+  options->chunk_bytes = random.Of(std::vector<int64_t>{128, 640, 1 << 20});
+  options->window_bytes = random.Of(std::vector<int64_t>{500, 4000, 1 << 20});
+  options->host_memory_bytes = random.Of(std::vector<int64_t>{0, 1, 200, 1000});
+  options->reduce_threads = 1;
+  options->pin_core = -1;
+  options->ranks_per_host = static_cast<int32_t>(random.Chance(0.2) ? random.Between(1, 3) : 0);
+  options->stack_signal = 10;
+}
+
+PlanDraw DrawPlan(Random& random, const Scenario& scenario, int number) {
+  PlanDraw plan;
+  plan.name = "plan" + std::to_string(number);
+  if (number > 0) {
+    plan.group = static_cast<int>(random.Below(static_cast<int64_t>(scenario.groups.size())));
+  }
+  const int n = static_cast<int>(scenario.groups[static_cast<size_t>(plan.group)].size());
+  const size_t most = static_cast<size_t>(random.Of(std::vector<int>{8, 100, 600}));
+  const int64_t n_slots = random.Between(1, 3);
+  for (int64_t i = 0; i < n_slots; ++i) {
+    plan.slots.push_back(DrawSlot(random, n, most));
+    if (number == 0 && i == 0) {  // a step that not all ranks join ends on none
+      plan.slots[0].kind = Kind::kSum;
+      plan.slots[0].counts[0] += 1;
+    }
+    if (!random.Chance(0.35)) continue;
+    SlotSpec gather = DrawSlot(random, n, most);
+    if (scenario.has_long_gathers) {
+      gather.counts.assign(1, static_cast<size_t>(random.Between(1000, 3000)));
+      gather.cuts = DrawCuts(random, n, gather.total());
+    }
+    gather.kind = random.Chance(0.7) ? Kind::kGather : Kind::kChange;
+    gather.dtype = tfscale::DType::kFloat32;
+    gather.op = tfscale::ReduceOp::kSum;
+    gather.postscale = 1.0;
+    gather.is_compared = false;
+    gather.after = static_cast<int>(random.Below(static_cast<int64_t>(plan.slots.size())));
+    while (plan.slots[static_cast<size_t>(gather.after)].is_posted()) --gather.after;
+    plan.slots.push_back(gather);
+  }
+  return plan;
+}
+
+}  // namespace
+
+Scenario Draw(uint64_t seed, const Choice& choice) {
+  Random random(seed);
+  Scenario scenario;
+  DrawMachine(random, choice, &scenario.machine);
+  DrawOptions(random, &scenario.options);
+  scenario.has_long_gathers = random.Chance(0.1);
+  if (scenario.has_long_gathers) {
+    scenario.machine.bytes_per_ns = 0.02;
+    scenario.machine.eager_bytes = 64;
+    scenario.options.chunk_bytes = 128;
+  }
+  const int n_ranks = scenario.machine.n_ranks;
+  scenario.groups.emplace_back();
+  for (int rank = 0; rank < n_ranks; ++rank) scenario.groups[0].push_back(rank);
+  while (scenario.groups.size() < 3 && n_ranks > 1 && random.Chance(0.4)) {
+    std::vector<int> members;
+    for (int rank = 0; rank < n_ranks; ++rank) {
+      if (random.Chance(0.6)) members.push_back(rank);
+    }
+    if (!members.empty()) scenario.groups.push_back(members);
+  }
+  const int n_plans = choice.n_plans > 0 ? choice.n_plans : static_cast<int>(random.Between(1, 5));
+  for (int i = 0; i < n_plans; ++i) scenario.plans.push_back(DrawPlan(random, scenario, i));
+  for (int i = 0; i < 3; ++i) scenario.eager.push_back(DrawSlot(random, n_ranks, 100));
+  scenario.meeting = DrawSlot(random, n_ranks, 50);
+  scenario.has_meeting = random.Chance(0.2);
+  scenario.last = DrawSlot(random, n_ranks, 50);
+  scenario.last.kind = Kind::kBroadcast;
+  scenario.has_last = random.Chance(0.15);
+  scenario.most_compute = random.Scale(kMicro, 2 * kMilli);
+
+  const double kind = static_cast<double>(random.Below(100)) / 100;
+  const bool has_marks = choice.has_marks && n_ranks > 1 && kind < 0.4;
+  const bool has_faults = choice.has_faults && n_ranks > 1 && kind > 0.3 && kind < 0.65;
+  const int64_t n_fits = random.Between(1, has_marks ? 3 : 2);
+  for (int64_t f = 0; f < n_fits; ++f) {
+    FitDraw fit;
+    int n_left = choice.n_steps > 0 ? choice.n_steps : static_cast<int>(random.Between(1, 6));
+    while (n_left > 0) {
+      const int n_steps = static_cast<int>(random.Between(1, n_left));
+      fit.n_steps.push_back(n_steps);
+      n_left -= n_steps;
+    }
+    for (int i = 0; i < 7; ++i) {
+      std::vector<int> plans = {0};
+      for (int p = 1; p < n_plans; ++p) {
+        if (choice.n_plans > 0 || random.Chance(0.7)) plans.push_back(p);
+      }
+      fit.plans.push_back(plans);
+      fit.has_eager.push_back(random.Chance(0.2));
+    }
+    fit.has_callbacks = f == 0 || random.Chance(0.6);
+    scenario.fits.push_back(fit);
+    if (choice.n_steps > 0) break;
+  }
+  if (has_marks) {
+    scenario.turn = static_cast<Turn>(random.Of(std::vector<int>{1, 1, 1, 2, 3, 4}));
+    scenario.turn_rank = static_cast<int>(random.Below(n_ranks));
+    scenario.turn_fit = static_cast<int>(random.Below(static_cast<int64_t>(scenario.fits.size())));
+    FitDraw& fit = scenario.fits[static_cast<size_t>(scenario.turn_fit)];
+    fit.has_callbacks = true;
+    scenario.turn_epoch = static_cast<int>(random.Below(static_cast<int64_t>(fit.n_steps.size())));
+    scenario.turn_step =
+        static_cast<int>(random.Below(fit.n_steps[static_cast<size_t>(scenario.turn_epoch)] + 1));
+  }
+  if (has_faults) {
+    if (random.Chance(0.3)) scenario.machine.lost = 0.02;
+    const int64_t n_faults = random.Chance(0.8) ? 1 : 2;
+    for (int64_t i = 0; i < n_faults; ++i) {
+      Fault fault{};
+      fault.kind =
+          static_cast<FaultKind>(random.Of(std::vector<int>{0, 0, 0, 0, 1, 1, 2, 3, 4, 5}));
+      const bool is_short = random.Chance(0.5);
+      const Time limit =
+          static_cast<Time>(scenario.options.stall_shutdown_s * static_cast<double>(kSecond));
+      fault.duration =
+          is_short ? random.Scale(kMicro, limit / 4) : limit + random.Below(8 * kSecond);
+      const int64_t n_ticks = 2000 * n_ranks;  // of most runs
+      fault.tick = random.Chance(0.4) ? random.Scale(0, n_ticks) : random.Below(n_ticks);
+      scenario.faults.push_back(fault);
+    }
+  }
+  return scenario;
+}
+
+int Scenario::TagOf(int plan, int slot) const {
+  const int group = plans[static_cast<size_t>(plan)].group;
+  int n_before = slot;
+  for (int p = 0; p < plan; ++p) {
+    const PlanDraw& other = plans[static_cast<size_t>(p)];
+    if (other.group == group) n_before += static_cast<int>(other.slots.size());
+  }
+  return n_before * std::clamp(machine.max_tag >> 18, 16, 1024) * 3;
+}
+
+bool Scenario::IsSimple(int group) const {
+  const std::vector<int>& ranks = RanksOf(group);
+  std::set<int> hosts;
+  for (int rank : ranks) {
+    const int per_host = options.ranks_per_host;
+    hosts.insert(per_host > 0 ? rank / per_host : machine.host_of[static_cast<size_t>(rank)]);
+  }
+  return (hosts.size() == 1 || hosts.size() == ranks.size()) &&
+         std::count(groups.begin(), groups.end(), ranks) == 1;
+}
+
+std::string Scenario::Describe() const {
+  const char* turns[] = {"", "a rank stops", "uneven epochs", "a step fails", "a rank leaves"};
+  std::string text =
+      std::to_string(machine.n_ranks) + " ranks, " + std::to_string(plans.size()) + " plans";
+  if (turn == Turn::kNone) return text;
+  return text + ", " + turns[static_cast<size_t>(turn)] + " (rank " + std::to_string(turn_rank) +
+         ")";
+}
+
+}  // namespace sim
