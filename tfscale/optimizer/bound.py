@@ -282,7 +282,7 @@ class Bound:
         """
         rule, executor = self.rule, self.executor
         self._refuse_local(rule, variables)
-        refuse_unfit(rule, ELEMENTWISE, self.groups is not None, executor.process_set)
+        self.refuse_tables(internals.trained_by(rule))
         if runtime.rank() == 0 and executor.options.repeated_indices == "sum":
             warn_of_sums(rule, gradients)
         reduced = executor.reduce(gradients, variables)
@@ -296,6 +296,11 @@ class Bound:
         with tf.control_dependencies(reduced.arrived):
             self._publish([v for g, v in zip(gradients, variables, strict=True) if g is not None])
         stamp_updates(reduced.targets)
+
+    def refuse_tables(self, variables: Sequence[Any]) -> None:
+        """Raise a ConfigError if this optimizer cannot train the tables among some variables."""
+        is_apart = self.groups is not None
+        refuse_unfit(self.rule, variables, ELEMENTWISE, is_apart, self.executor.process_set)
 
     def _refuse_local(self, rule: Any, variables: Sequence[Any]) -> None:
         """Raise an error if ranks would scale gradients by norms that differ."""

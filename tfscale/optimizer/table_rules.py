@@ -38,16 +38,23 @@ def tables_of(variables: Sequence[Any]) -> list[TableRows]:
     return [v for v in variables if isinstance(v, TableRows)]
 
 
-def refuse_unfit(rule: Any, elementwise: Sequence[type], trains_apart: bool, ranks: Any) -> None:
-    """Raise a ConfigError if an optimizer cannot train the rows of tables among its variables.
+def refuse_unfit(
+    rule: Any,
+    variables: Sequence[Any],
+    elementwise: Sequence[type],
+    trains_apart: bool,
+    ranks: Any,
+) -> None:
+    """Raise a ConfigError if an optimizer cannot train the rows of tables among some variables.
 
     Args:
-        rule: The built optimizer that holds the update rule.
+        rule: The optimizer that holds the update rule.
+        variables: That it trains, or will.
         elementwise: The classes of rules that update each value by itself.
         trains_apart: Whether groups of ranks may hold different weights.
         ranks: The process set of the optimizer.
     """
-    for rows in tables_of(trained_by(rule)):
+    for rows in tables_of(variables):
         what, remedy = "", "Use keras.layers.Embedding."
         if type(rule) not in elementwise:
             what = f"{type(rule).__name__}, which needs whole tables"
