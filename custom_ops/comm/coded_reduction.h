@@ -21,7 +21,7 @@ namespace tfscale {
 // errors of encoding kept for the next one. `Args` are CodedArgs.
 //
 // Each rank encodes segments for its host: it receives them in float32 from the other ranks
-// (Lanes), and sums them in their order. Codes begin anew with each part of a tensor, so the bits
+// (Lanes), and sums them in their order. Each part of a tensor has codes of its own, so the bits
 // do not depend on which tensors are sent together.
 template <typename Args, typename Code>
 class CodedReduction : public Operation {

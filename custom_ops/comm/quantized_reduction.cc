@@ -12,14 +12,13 @@ constexpr size_t kGrain = 16 * 1024;  // values, a multiple of every block
 
 // The sum over the ranks of prescale * in, rounded on its way (see BlockCode).
 //
-// Every rank owns a part of each tensor; the parts of one owner, one after another,
-// are its segment. The owner's partner on each host adds its error to the host's sum, encodes it
-// and sends it to the owner. The owner encodes its own host's sum, too, so
-// that the result does not depend on who owns what. It adds up what the hosts' codes
-// decode to, in the order of hosts, multiplies by postscale, adds its own error,
-// encodes again and spreads the codes (Spread); every rank, the owner included,
-// takes what they decode to. A reduce-scatter ends before that, with the exact sum of
-// what the codes decode to. Encoding one chunk overlaps the transfer of those before it.
+// Every rank owns a part of each tensor; the parts of one owner, one after another, are its
+// segment. The owner's partner on each host adds its error to the host's sum, encodes it and sends
+// it to the owner. The owner encodes its own host's sum, too, so that the result does not depend on
+// who owns what. It adds up what the hosts' codes decode to, in the order of hosts, multiplies by
+// postscale, adds its own error, encodes again and spreads the codes (Spread); every rank, the
+// owner included, takes what they decode to. A reduce-scatter ends before that, with the exact sum
+// of what the codes decode to. Encoding one chunk overlaps the transfer of those before it.
 class QuantizedReduction : public CodedReduction<QuantizedArgs, BlockCode> {
  public:
   using CodedReduction::CodedReduction;

@@ -16,9 +16,9 @@ constexpr size_t kChunksAtOnce = 64;
 // vector is the sum of prescale * in over its ranks.
 //
 // The chunks of a host are divided among its ranks. Each encodes the sum of these once, with its
-// error, and spreads the codes (Spread). Every rank, the one that has encoded them
-// included, adds up what the codes decode to, in the order of hosts: so all ranks hold
-// the same bits. Sums of few values are no longer sparse, so they are not encoded again.
+// error, and spreads the codes (Spread). Every rank, the one that has encoded them included, adds
+// up what the codes decode to, in the order of hosts: so all ranks hold the same bits. Sums of few
+// values are no longer sparse, so they are not encoded again.
 class SparseReduction : public CodedReduction<SparseArgs, SparseCode> {
  public:
   using CodedReduction::CodedReduction;

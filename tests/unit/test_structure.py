@@ -77,7 +77,7 @@ DIRECT = {
     # What is not here: GPUs, Horovod, other clocks and cores, little memory, forks, slow links.
     "callbacks/epoch_measures": "parallel/cases_verify unit/test_memory_guard",
     "comm/backends/engine": "unit/test_config unit/test_library unit/test_merge_op"
-    " unit/test_native",
+    " unit/test_native unit/test_plan_engine",
     "comm/backends/horovod": "unit/test_horovod_values",
     "comm/eager": "unit/test_horovod_values",
     "comm/objects": "unit/test_broadcast_messages",
