@@ -10,10 +10,10 @@ TITLE = (
 )
 SHOWS = f"""
 `local_sgd_rules` for the next character of a text. Shrunk alike for all: two blocks of width 32,
-{_sequences} of about 6500 sequences of 64 characters, {_epochs} epochs, {_steps} steps of {_batch}, Adam.
-The rate rises to {_rate} in the first 5 % of the steps, and falls to 0 on half a cosine. Rows are
-those of `local_sgd_rules`, "QSR" with `QuadraticInterval({1.8 * _rate:g}, {_least})`; "post-local"
-is in step for {_epochs // 2} epochs. Each group keeps its own moments of Adam.
+{_sequences} of about 6500 sequences of 64 characters, {_epochs} epochs, {_steps} steps of {_batch},
+Adam. The rate rises to {_rate} in the first 5 % of the steps, and falls to 0 on half a cosine. The
+rows are those of `local_sgd_rules`, "QSR" with `QuadraticInterval({1.8 * _rate:g}, {_least})`;
+"post-local" is in step for {_epochs // 2} epochs. Each group keeps its own moments of Adam.
 """
 RECIPE = "characters"
 RANKS = 2
