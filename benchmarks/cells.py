@@ -147,8 +147,7 @@ def _sleeping_steps(model: str, place: str, choice: Choice) -> list[Cell]:
         )
     where = parse_place(place)
     rounds = {QUICK: (5, 2), TABLE: (10, 3), FULL: (20, 3)}[choice.extent]
-    arguments: tuple[str, ...] = ("--model", model, "--sleep", str(where.sleep_speed))
-    arguments += ("--repeats", str(rounds[0]), "--warmup", str(rounds[1]))
+    common: tuple[str, ...] = ("--model", model, "--sleep", str(where.sleep_speed))
     names = [f"tfscale-{exchange}" for exchange in choice.exchanges or EXCHANGES]
     systems = ["compute", "tcp", *names, *_baselines(*(SLEEPING_TORCH if has_ddp() else ()))]
     alone = f"sleep{where.sleep_speed:g}-1x{where.n_ranks}@{MEMORY}"
@@ -158,7 +157,8 @@ def _sleeping_steps(model: str, place: str, choice: Choice) -> list[Cell]:
     for system in systems:
         if choice.systems and system not in choice.systems:
             continue
-        suite, given = ("collectives", stream) if system == "tcp" else ("step", arguments)
+        steps = (*common, *_counts(system, where.n_ranks, *rounds))
+        suite, given = ("collectives", stream) if system == "tcp" else ("step", steps)
         there = alone if system in COMPUTE_ONLY else place
         cells.append(Cell(suite, f"{model} {place}", system, there, where.n_ranks, given))
     return cells
@@ -172,19 +172,23 @@ def _steps(model: str, place: str, choice: Choice) -> list[Cell]:
     group, n_ranks = f"{model} {place}", 2 if place == MEMORY else parse_place(place).n_ranks
     cells = []
     for system in _systems(model, place, choice):
-        local = parse_local(system.removeprefix("tfscale-"), n_ranks)
-        block = local.interval if local else 1  # only whole intervals are measured
-        repeats, warmup = counts
-        if block > 1:
-            repeats, warmup = max(3, -(-repeats // block)), 1
-        arguments = ("--model", model, "--repeats", str(repeats), "--warmup", str(warmup))
+        arguments = ("--model", model, *_counts(system, n_ranks, *counts))
         where = MEMORY if system in COMPUTE_ONLY else place
-        blocks = ("--block", str(block)) if block > 1 else ()
         most = 0
         if choice.extent == TABLE and not choice.systems:
             most = 1 if system in _ONCE else 2 if model in LARGE_MODELS else 0
-        cells.append(Cell("step", group, system, where, n_ranks, (*arguments, *blocks), most))
+        cells.append(Cell("step", group, system, where, n_ranks, arguments, most))
     return cells
+
+
+def _counts(system: str, n_ranks: int, repeats: int, warmup: int) -> tuple[str, ...]:
+    """Return the arguments for numbers of steps: whole intervals of local SGD."""
+    local = parse_local(system.removeprefix("tfscale-"), n_ranks)
+    block = local.interval if local else 1
+    if block > 1:
+        repeats, warmup = max(3, -(-repeats // block)), 1
+    blocks = ("--block", str(block)) if block > 1 else ()
+    return ("--repeats", str(repeats), "--warmup", str(warmup), *blocks)
 
 
 def _systems(model: str, place: str, choice: Choice) -> list[str]:
