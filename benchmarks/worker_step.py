@@ -75,7 +75,9 @@ def own_step(
     samples = worker.sample(step, options.warmup, options.repeats, options.block)
     facts = system.facts()
     if isinstance(system, Tfscale) and system.size > 1:
-        facts["wire_s"] = wire_seconds(step, 4 * options.block)
+        # Four steps, or whole intervals of about 32 together.
+        n_steps = options.block * max(1, min(4, 32 // options.block))
+        facts["wire_s"] = wire_seconds(step, n_steps)
     return model, samples, {**facts, "start_s": start_s}
 
 

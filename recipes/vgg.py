@@ -6,8 +6,9 @@ r"""Classify pictures with a VGG ([T] chapters 3 and 4), on one process or many.
     tfscale run -np 2 python recipes/vgg.py --data generated --model 16 --report
 
 `a` and `16` are those of Simonyan and Zisserman 2015; `128`, `256` and `512` are VGG-A with so many
-filters in each convolution; `small` has three convolutions of 32, 64 and 128. Small pictures take
-up to five halvings: stages that they cannot take are left out, so 28x28 pictures get four.
+filters in each convolution; `small` has three convolutions of 32, 64 and 128, `tiny` half as many.
+Small pictures take up to five halvings: stages that they cannot take are left out, so 28x28 ones
+get four.
 
 SGD with momentum 0.9, a rate of 0.01 for a batch of 256, dropout 0.5, as in the paper. Weights
 decay as in Keras: w -= rate * decay * w in each step, besides the momentum. The paper adds
@@ -29,7 +30,7 @@ import tfscale
 import tfscale.keras as hvd
 import training
 from datasets import imagenet
-from models.vgg import VGG_16, VGG_A, VGG_SMALL, vgg, vgg_a_of_width
+from models.vgg import VGG_16, VGG_A, VGG_SMALL, VGG_TINY, vgg, vgg_a_of_width
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(training)
@@ -40,7 +41,7 @@ flags.DEFINE_integer(
 flags.DEFINE_integer(
     "test_images", 0, "Test pictures to use; 0 means all, as imagenet does.", lower_bound=0
 )
-flags.DEFINE_enum("model", "a", ["a", "16", "128", "256", "512", "small"], "Which VGG.")
+flags.DEFINE_enum("model", "a", ["a", "16", "128", "256", "512", "small", "tiny"], "Which VGG.")
 flags.DEFINE_list("dense", ["4096", "4096"], "Units of the hidden dense layers.")
 flags.DEFINE_float("dropout", 0.5, "Rate after them.", lower_bound=0.0)
 flags.DEFINE_float(
@@ -66,7 +67,7 @@ SMOKE = {
 
 def build_model(shape: tuple[int, int, int], classes: int, *, is_centred: bool) -> keras.Model:
     """Return the network, after a centring of pixels where the data does not do it."""
-    known = {"a": VGG_A, "16": VGG_16, "small": VGG_SMALL}
+    known = {"a": VGG_A, "16": VGG_16, "small": VGG_SMALL, "tiny": VGG_TINY}
     stages = known.get(FLAGS.model) or vgg_a_of_width(int(FLAGS.model))
     fitting = [stage for n, stage in enumerate(stages, 1) if min(shape[:2]) >> n]
     dense = [int(units) for units in FLAGS.dense]

@@ -60,8 +60,8 @@ VARIANTS = {
 }
 
 
-def build_tests(name: str, variant: Variant, pattern: str = "*_test.cc") -> list[Path]:
-    """Compile the programs of one variant; return them."""
+def build_tests(name: str, variant: Variant, only: str, suffix: str = "_test.cc") -> list[Path]:
+    """Compile the programs of one variant that have `only` in their names; return them."""
     toolchain = native.find_toolchain()
     folder = ROOT / "build" / f"cpp-{name}"
     own = variant.flags or ("-O1",)
@@ -69,7 +69,9 @@ def build_tests(name: str, variant: Variant, pattern: str = "*_test.cc") -> list
     engine, engine_folder = native.engine_sources(toolchain), BUILT
     if variant.flags:
         engine, engine_folder = [replace(source, flags=flags) for source in engine], folder
-    tests = [native.Source(path, flags) for path in sorted(TESTS.glob(pattern))]
+    tests = [
+        native.Source(path, flags) for path in sorted(TESTS.glob(f"*{suffix}")) if only in path.stem
+    ]
     objects = native.compile_objects(engine, engine_folder, toolchain.compiler)
     programs = []
     for test in native.compile_objects(tests, folder, toolchain.compiler):
@@ -134,7 +136,7 @@ def compare_times(own: Path, other: Path, options: argparse.Namespace) -> None:
 
 def time_allreduces(options: argparse.Namespace) -> None:
     """Print times, messages and bytes of allreduces, or a comparison of two builds."""
-    (program,) = build_tests("times", TIMES, "allreduce_times.cc")
+    (program,) = build_tests("times", TIMES, "", "allreduce_times.cc")
     if options.beside is None:
         print(run_times(program, options))
         return
@@ -172,7 +174,7 @@ def main() -> int:
     failures = 0
     for name in options.variants.split(","):
         variant, start = VARIANTS[name], time.monotonic()
-        programs = [p for p in build_tests(name, variant) if options.only in p.name]
+        programs = build_tests(name, variant, options.only)
         if not programs:
             parser.error(f"No test has this in its name. Received: --only {options.only}.")
         print(f"C++ tests, {name}: built in {time.monotonic() - start:.1f} s")

@@ -10,6 +10,7 @@ VGG_A = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 VGG_16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 # Of no paper: for small pictures, and minutes instead of hours.
 VGG_SMALL = ((32,), (64,), (128,))
+VGG_TINY = ((16,), (32,), (64,))
 
 
 def vgg_a_of_width(filters: int) -> tuple[tuple[int, ...], ...]:

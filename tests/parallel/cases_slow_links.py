@@ -40,7 +40,7 @@ def own_batches():
 def comparing():
     """Averages that are created within compare their digests, as with TFSCALE_COMPARE_AVERAGES."""
     known = replace(config.settings(), compare_averages=True)
-    with mock.patch("tfscale.local_sgd.averages.settings", lambda: known):
+    with mock.patch("tfscale.local_sgd.reports.settings", lambda: known):
         yield
 
 
@@ -76,7 +76,7 @@ def case_every_average_gives_equal_bits_whatever_its_timing():
             model.train_on_batch(x[step % 2], y[step % 2])
         average = model.optimizer.bound.average
         n_expected = n_steps // options["interval"]
-        assert n_expected - 2 <= int(average.n_averages.numpy()) <= n_expected
+        assert n_expected - 2 <= int(average.report.n_averages.numpy()) <= n_expected
         assert average.variables  # nothing is under way
         require_equal_ranks(average._common)
 

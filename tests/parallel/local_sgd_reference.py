@@ -281,7 +281,7 @@ def check(
     if strategy.fragments == 1 and not strategy.overlap:
         assert list(steps) == [passes * step for step in by_hand.steps]
     average = model.optimizer.bound.average
-    found = dict(zip(average.layers, average.layer_distances.numpy(), strict=True))
+    found = dict(zip(average.report.layers, average.report.layer_distances.numpy(), strict=True))
     names = [owner_of(variable.path) for variable in model.trainable_variables[::2]]
     expected = by_hand.layer_distances[len(distances) - 1]
     np.testing.assert_allclose([found[name] for name in names], expected, rtol=1e-9)

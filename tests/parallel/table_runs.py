@@ -110,22 +110,33 @@ def unchanged_script() -> None:
         np.testing.assert_allclose(mine, single, rtol=0, atol=1e-10)
 
 
+@keras.saving.register_keras_serializable()
 class Scores(keras.layers.Layer):
     """Scores of all rows of a table: tied output weights."""
 
-    def __init__(self, table: keras.layers.Embedding) -> None:
-        super().__init__()
+    def __init__(self, table: keras.layers.Embedding, **options) -> None:
+        super().__init__(**options)
         self.table = table
+
+    def get_config(self):
+        # Keras keeps shared layers shared in a file: the table stays that of the other layer.
+        return {**super().get_config(), "table": keras.saving.serialize_keras_object(self.table)}
+
+    @classmethod
+    def from_config(cls, config):
+        table = keras.saving.deserialize_keras_object(config.pop("table"))
+        return cls(table, **config)
 
     def call(self, x):
         return tf.matmul(x, self.table.embeddings, transpose_b=True)
 
 
+@keras.saving.register_keras_serializable()
 class Tied(keras.Model):
     """A model of two tables, of which it reads one; `call` is not told of training."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
         self.read, self.other = (keras.layers.Embedding(N_ROWS, 4) for _ in range(2))
         self.dense = keras.layers.Dense(4)
 
@@ -159,7 +170,12 @@ def tied_script(make, path: Path) -> list:
     again(x[:1])
     again.load_weights(path)
     np.testing.assert_allclose(again.predict(x, verbose=0), results[2], rtol=0, atol=1e-10)
-    return [n_sharded, *results]
+    model.save(path.with_suffix(".keras"))
+    loaded = keras.models.load_model(path.with_suffix(".keras"))
+    results.append(loaded.predict(x, verbose=0))
+    np.testing.assert_allclose(results[-1], results[2], rtol=0, atol=1e-10)
+    history = loaded.fit(x, x[:, 0], epochs=1, batch_size=16, verbose=0).history
+    return [n_sharded, *results, *history.values(), loaded.predict(x, verbose=0)]
 
 
 def tied_tables() -> None:

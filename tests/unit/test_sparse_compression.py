@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfscale import Compression
 from tfscale.config import ConfigError
-from tfscale.local_sgd.averages import digest_of
+from tfscale.local_sgd.reports import digest_of
 
 
 @pytest.mark.parametrize(

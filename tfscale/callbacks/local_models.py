@@ -128,7 +128,8 @@ class LocalModels(BeforeValidation):
             return
         self._choice = self._choice or _OverlapChoice()
         self._choice.add_step()
-        if int(average.n_averages.numpy()) < _AVERAGES_MEASURED or not self._choice.has_steps:
+        n_averages = int(average.report.n_averages.numpy())
+        if n_averages < _AVERAGES_MEASURED or not self._choice.has_steps:
             return
         steps_of_rank = np.float64(self._choice.steps_per_average(self.model.steps_per_execution))
         self._choice = None
@@ -266,7 +267,7 @@ class ModelDistance(Callback):
         if n_averages == before:
             return
         average = self.session.group_average
-        distance = float(average.distance.numpy())
+        distance = float(average.report.distance.numpy())
         self.distances.append((self._n_steps, distance))
         if self._path is not None:
             row = {"step": self._n_steps, **average.record()}
@@ -286,7 +287,7 @@ class ModelDistance(Callback):
 
     def _count(self) -> int:
         average = self.session.group_average
-        return 0 if average is None else int(average.n_averages.numpy())
+        return 0 if average is None else int(average.report.n_averages.numpy())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the last distance to the logs."""

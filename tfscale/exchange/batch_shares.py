@@ -58,7 +58,11 @@ class Share:
         return rows[: tf.where(self.rows > 0, tf.shape(rows)[0], 0)] if self.may_be_empty else rows
 
     def weight(self, dtype: Any) -> tf.Tensor:
-        """Return rows / (total / size), the weight of this rank's mean in the mean over ranks."""
+        """Return rows / (total / size), the weight of this rank's mean in the mean over ranks.
+
+        In local SGD, too: the mean over a group's ranks is then that group's part of the batch's
+        mean times the groups, and each sample counts alike in an average.
+        """
         return tf.cast(self.rows, dtype) * runtime.size() / tf.cast(self.total, dtype)
 
 

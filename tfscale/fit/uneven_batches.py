@@ -155,7 +155,7 @@ class Progress:
             self._mark()
         if self._asks_epochs and not self.is_over:  # after the mark: others may wait in a step
             average = self.group_average
-            wants_to = average is not None and bool(average.wants_to_stop.numpy())
+            wants_to = average is not None and bool(average.report.wants_to_stop.numpy())
             self._ask_at_end(self.model.stop_training or self.wants_to_stop or wants_to)
             cycles = self.cycles()
             if self.is_over and cycles:
@@ -417,12 +417,12 @@ class StopTogether(Traits):
             return
         if average is None:  # all ranks still train together, or average at the end of epochs
             self._wait_for_exchange()
-        elif bool(average.must_stop.numpy()):
+        elif bool(average.report.must_stop.numpy()):
             stop_training(self.model)
         elif self.model.stop_training:
             logger.info("Training stops after the next average of the groups.")
             stop_training(self.model, False)
-            average.wants_to_stop.assign(True)
+            average.report.wants_to_stop.assign(True)
 
     def _wait_for_exchange(self) -> None:
         progress, waiting = self._progress, accumulators(self.model)

@@ -16,7 +16,6 @@ import tensorflow as tf
 from tfscale.comm import collectives, runtime
 from tfscale.comm.backends.base import Call, Group, Reduction
 from tfscale.comm.compression import Compression, QuantizedCompressor, SparseCompressor
-from tfscale.config import settings
 from tfscale.exchange.executor import Executor, Reduced
 from tfscale.exchange.plan import GradientOptions, Wire, values_of
 from tfscale.exchange.residuals import Residuals, keep, pending_change
@@ -30,12 +29,11 @@ from tfscale.local_sgd.intervals import (
     GrowingInterval,
     QuadraticInterval,
 )
+from tfscale.local_sgd.reports import AverageReport
 from tfscale.plan.buckets import GradientSpec, auto_bucket_bytes, build_buckets, owner_of
 from tfscale.plan.segments import block_cuts
 
 logger = logging.getLogger("tfscale")
-
-_EXACT = (1 << 52) - 1  # the bits of a digest that a float64 holds exactly
 
 
 class GroupAverage:
@@ -46,13 +44,7 @@ class GroupAverage:
         targets: Variables or pieces that this rank updates.
         interval: Steps between two averages: a variable, so that it can change without re-tracing.
         since: Steps since the last average.
-        layers: Paths of the layers whose parameters are averaged, equal on all ranks.
-        distance: Mean over groups of the distance between a group's parameters and the average,
-            measured at the last average ([L] eq. 9).
-        layer_distances: The same for the parameters of each layer.
-        wants_to_stop: Set on a rank that wants to stop training; sent with the next average.
-        must_stop: Whether some rank wanted to stop at the last average; equal on all ranks.
-        n_averages: Averages taken in steps so far.
+        report: What is summed over all ranks with each average: distances, and wishes to stop.
         residuals: What averages in few bits have not sent yet; None for other averages.
     """
 
@@ -70,14 +62,16 @@ class GroupAverage:
         """
         self._strategy, self._executor, self._rule = strategy, executor, rule
         self.across = across
-        # One of several ranks that update the same variables counts for the distance.
-        self._is_counted = executor.shards is not None or executor.process_set.rank() == 0
         self.targets = list(targets)
         shards = executor.shards
         self._wholes = dict(zip(map(id, targets), targets, strict=True))  # the model's variables
         if shards is not None:
             self._wholes = {id(piece): shards.variables[i] for i, piece in shards.pieces.items()}
-        self.layers = list(dict.fromkeys(owner_of(whole.path) for whole in self._wholes.values()))
+        layers = list(dict.fromkeys(owner_of(whole.path) for whole in self._wholes.values()))
+        owners = [owner_of(self._wholes[id(target)].path) for target in targets]
+        # One of several ranks that update the same variables counts for the distance.
+        is_counted = shards is not None or executor.process_set.rank() == 0
+        self.report = AverageReport(across, layers, owners, is_counted)
         states = _shared_state(rule, executor.is_local) if strategy.average_state else []
         self._states = [s for s in states if tf.as_dtype(s.dtype).is_floating]
         # For changes of parameters and sums of gradients: a change since the last common parameters
@@ -96,12 +90,6 @@ class GroupAverage:
             self._n_intervals = tf.Variable(0, dtype=tf.int64, trainable=False)
             # The learning rate at the last average: with 0, it has risen at the first one.
             self._last_rate = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-            self.distance = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-            zeros = np.zeros(len(self.layers))
-            self.layer_distances = tf.Variable(zeros, dtype=tf.float64, trainable=False)
-            self.wants_to_stop = tf.Variable(False, trainable=False)
-            self.must_stop = tf.Variable(False, trainable=False)
-            self.n_averages = tf.Variable(0, dtype=tf.int64, trainable=False)
             common = self.targets if needs_common else []
             self._common = [like(v, self._first_of(v)) for v in common]
             for copy, variable in zip(self._common, common, strict=True):
@@ -109,13 +97,8 @@ class GroupAverage:
             summed = self.targets if sums_gradients else []
             self._sums = [like(v, np.zeros(v.shape)) for v in summed]
             self._outers = [self._outer_for(part) for part in self._parts_with_outer()]
-            # Of what averages have given since the last report; equal on ranks at one position.
-            self._compares = settings().compare_averages
-            self._digest = tf.Variable(0, dtype=tf.int64, trainable=False)
             self.residuals: Residuals | None = None
-            self._few: set[int] = (
-                set()
-            )  # positions of targets that are sent in few bits, or in part
+            self._few: set[int] = set()  # positions of targets sent in few bits, or in part
             if isinstance(self._compression, QuantizedCompressor) and across.size > 1:
                 self._create_residuals(self._compression(start_step=0), self._compression.block)
             elif isinstance(self._compression, SparseCompressor) and across.size > 1:
@@ -311,14 +294,12 @@ class GroupAverage:
 
     def record(self) -> dict[str, Any]:
         """Return the fields of the last average, for JSON."""
-        layers = dict(zip(self.layers, self.layer_distances.numpy().tolist(), strict=True))
-        return {"distance": float(self.distance.numpy()), "layers": layers}
+        return self.report.record()
 
     def start_from_here(self) -> None:
         """Use the present parameters, equal in all groups, as the last average."""
         self.since.assign(0)
-        self.wants_to_stop.assign(False)
-        self.must_stop.assign(False)
+        self.report.forget_stops()
         for common, variable in zip(self._common, self.targets, strict=False):
             common.assign(variable.value)
         for total in self._sums:
@@ -360,7 +341,7 @@ class GroupAverage:
                 sums[id(target)].assign_add(tf.convert_to_tensor(gradient))
         reached = self.since + 1
         is_due = self._is_due(reached)
-        shape = [len(self.layers)]
+        shape = [len(self.report.layers)]
         squares = [when(is_due, partial(self._average, part), shape) for part in self._parts()]
         for state in self._states:
             when(is_due, partial(self._average_state, state))
@@ -379,10 +360,10 @@ class GroupAverage:
     def _distance_from_common(self) -> tf.Tensor:
         pairs = zip(self.targets, self._common, strict=True)
         changes = [target.value - last.value for target, last in pairs]
-        squares = self._squares_by_layer(range(len(changes)), changes)
+        squares = self.report.squares_of(range(len(changes)), changes)
         call = Call(runtime.world(), "distances from the last average")
-        (sums,) = runtime.backend().allreduce([self._report(squares)], call, Reduction())
-        return _distances(self._by_group(sums))[0]
+        (sums,) = runtime.backend().allreduce([self.report.vector(squares)], call, Reduction())
+        return self.report.distances_in(sums)[0]
 
     def _count(self, is_due: tf.Tensor, reached: tf.Tensor) -> None:
         """Count a step, and the interval if one is over, after which the next may be longer."""
@@ -450,31 +431,9 @@ class GroupAverage:
                 variable.assign(common[position].value)
             else:
                 self._set(variable, means[position])
-        self._note(common or means)
+        self.report.note(common or means)
         changes = [m - b for m, b in zip(means, before, strict=True)]
-        return self._squares_by_layer(part, changes)
-
-    def _note(self, averaged: Sequence[Any]) -> None:
-        """Add the bits of what an average has given to the digest, if ranks compare it."""
-        for value in averaged if self._compares else ():
-            self._digest.assign(31 * self._digest + digest_of(value))
-
-    def _squares_by_layer(self, part: Sequence[int], changes: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return the squared norm of each layer's changes, as float64.
-
-        Each change is summed in its own dtype, or float32 if that has fewer bits: a copy in float64
-        would cost more than all else in an average.
-        """
-        wide = [c if c.dtype.size >= tf.float32.size else tf.cast(c, tf.float32) for c in changes]
-        squares = [2.0 * tf.cast(tf.nn.l2_loss(change), tf.float64) for change in wide]
-        return self._by_layer(part, squares)
-
-    def _by_layer(self, part: Sequence[int], squares: Any) -> tf.Tensor:
-        names = [owner_of(self._wholes[id(self.targets[i])].path) for i in part]
-        layer_numbers = {name: number for number, name in enumerate(self.layers)}
-        numbers = tf.constant([layer_numbers[name] for name in names], tf.int32)
-        squares = tf.convert_to_tensor(squares, tf.float64)
-        return tf.math.unsorted_segment_sum(squares, numbers, len(self.layers))
+        return self.report.squares_of(part, changes)
 
     def _move_common(self, outer: Any, common: Sequence[Any], means: Sequence[tf.Tensor]) -> None:
         """Set the common parameters to means, or let an outer optimizer move them there."""
@@ -513,59 +472,10 @@ class GroupAverage:
         return tf.zeros([], tf.float64)
 
     def _measure(self, squares: tf.Tensor) -> tf.Tensor:
-        """Measure the distance of the groups, and agree whether to stop. Collective.
-
-        Each group's squared distances are one number per layer, the sums of its ranks' parts. One
-        more number counts the ranks that want to stop.
-        """
+        """Measure the distance of the groups, and agree whether to stop. Collective."""
         call = Call(runtime.world(), "distances of models")
-        (sums,) = runtime.backend().allreduce([self._report(squares)], call, Reduction())
-        return self._take_report(sums)
-
-    def _report(self, squares: tf.Tensor) -> tf.Tensor:
-        """Return what this rank adds to the sums that `_take_report` reads."""
-        counted = squares if self._is_counted else tf.zeros_like(squares)
-        group = tf.one_hot(self.across.rank, self.across.size, dtype=tf.float64)
-        of_groups = tf.reshape(group[:, None] * counted[None, :], [-1])
-        parts = [of_groups, [tf.cast(self.wants_to_stop, tf.float64)]]
-        if self._compares:
-            own = tf.one_hot(runtime.rank(), runtime.size(), dtype=tf.float64)
-            parts.append(own * tf.cast(self._digest & _EXACT, tf.float64))
-            self._digest.assign(0)
-        return tf.concat(parts, axis=0)
-
-    @property
-    def _n_distances(self) -> int:
-        return self.across.size * len(self.layers)
-
-    @property
-    def _n_reported(self) -> int:
-        """The length of a report."""
-        return self._n_distances + 1 + (runtime.size() if self._compares else 0)
-
-    def _by_group(self, sums: tf.Tensor) -> tf.Tensor:
-        """Return the squared distances of groups (rows) and layers in the sum of reports."""
-        return tf.reshape(sums[: self._n_distances], [self.across.size, len(self.layers)])
-
-    def _take_report(self, sums: tf.Tensor) -> tf.Tensor:
-        distance, of_layers = _distances(self._by_group(sums))
-        self.distance.assign(distance)
-        self.layer_distances.assign(of_layers)
-        self.must_stop.assign(sums[self._n_distances] > 0)
-        checks = []
-        if self._compares:
-            digests = tf.gather(sums[self._n_distances + 1 :], self.across.ranks)
-            text = (
-                "TFSCALE_FAILED: An average must give equal bits on ranks "
-                f"{', '.join(map(str, self.across.ranks))}. Received: digests that differ, with "
-                "TFSCALE_COMPARE_AVERAGES=1."
-            )
-            checks.append(
-                tf.debugging.Assert(tf.reduce_all(digests == digests[0]), [text, digests])
-            )
-        with tf.control_dependencies([c for c in checks if c is not None]):
-            self.n_averages.assign_add(1)
-        return tf.zeros([], tf.float64)
+        (sums,) = runtime.backend().allreduce([self.report.vector(squares)], call, Reduction())
+        return self.report.take(sums)
 
 
 def messages_of(variables: Sequence[keras.Variable]) -> tuple[tuple[int, ...], ...]:
@@ -578,24 +488,6 @@ def like(variable: keras.Variable, value: np.ndarray) -> keras.Variable:
     """Return a variable of another's dtype, for a value of its own."""
     # An array: Keras would share a TensorFlow variable instead of copying it.
     return keras.Variable(value, dtype=variable.dtype, trainable=False, name=variable.name)
-
-
-def digest_of(value: Any) -> tf.Tensor:
-    """Return an int64 that depends on each bit of a float tensor and on the order of its elements.
-
-    It does not depend on the order in which TensorFlow adds up.
-    """
-    bits = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-    flat = tf.reshape(tf.convert_to_tensor(value), [-1])
-    numbers = tf.cast(tf.bitcast(flat, bits[flat.dtype.size]), tf.int64)
-    places = tf.range(tf.size(numbers, tf.int64), dtype=tf.int64)
-    return tf.reduce_sum((numbers + 1) * (2 * places + 1))
-
-
-def _distances(squares: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the mean distance of groups, of all layers together and of each."""
-    whole = tf.reduce_mean(tf.sqrt(tf.reduce_sum(squares, axis=1)))
-    return whole, tf.reduce_mean(tf.sqrt(squares), axis=0)
 
 
 def set_constrained(variable: keras.Variable, value: Any) -> None:

@@ -98,10 +98,10 @@ class OverlappedAverage(GroupAverage):
         with tf.init_scope():
             self.overlap = tf.Variable(strategy.first_overlap, dtype=tf.int64, trainable=False)
             self.steps_per_average = tf.Variable(0.0, dtype=tf.float64, trainable=False)
-            zeros = np.zeros(len(self.layers))
+            zeros = np.zeros(len(self.report.layers))
             self._squares = tf.Variable(zeros, dtype=tf.float64, trainable=False)
             self._has_report = tf.Variable(False, trainable=False)
-            self._reported = tf.Variable(np.zeros(self._n_reported), trainable=False)
+            self._reported = tf.Variable(np.zeros(self.report.size), trainable=False)
             pairs = zip(self._parts_with_outer(), self._outers, strict=True)
             self.fragments = [self._fragment(places, outer) for places, outer in pairs]
 
@@ -217,13 +217,13 @@ class OverlappedAverage(GroupAverage):
             self._move_common_to(means, fragment)
             new = [_vector(message.common) for message in fragment.messages]
         weight = self._strategy.merge
-        self._note([*(common for m in fragment.messages for common in m.common), *means])
+        self.report.note([*(common for m in fragment.messages for common in m.common), *means])
         for message, mean, after in zip(fragment.messages, means, new, strict=True):
             sent = message.sent.value()
             vectors = mean, sent, after, sent if weight is None else after
             kept = 1.0 if weight is None else weight
             squares = runtime.backend().merge(message.variables, vectors, kept)
-            self._squares.assign_add(self._by_layer(message.places, squares))
+            self._squares.assign_add(self.report.by_layer(message.places, squares))
             for variable in (self.targets[i] for i in message.places):
                 if variable.constraint is not None and not self._is_exact:
                     set_constrained(variable, variable.value)
@@ -241,7 +241,7 @@ class OverlappedAverage(GroupAverage):
 
     def _post_report(self) -> None:
         call = Call(runtime.world(), "posted distances of models")
-        report_here = self._report(self._squares.value())
+        report_here = self.report.vector(self._squares.value())
         runtime.backend().post_allreduce([report_here], [self._reported], call, Reduction())
         self._squares.assign(tf.zeros_like(self._squares))
         self._has_report.assign(True)
@@ -249,7 +249,7 @@ class OverlappedAverage(GroupAverage):
     def _read_report(self) -> tf.Tensor:
         self._await([self._reported])
         self._has_report.assign(False)
-        return self._take_report(self._reported.value())
+        return self.report.take(self._reported.value())
 
     def _await(self, variables: Sequence[tf.Variable], is_write: bool = False) -> None:
         if variables:
