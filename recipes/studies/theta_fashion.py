@@ -1,4 +1,4 @@
-"""[T] figure 5.2: theta of a ResNet with batches of 128, 256 and 2048 over a dozen epochs.
+"""[T] figure 5.2: theta of a ResNet with batches of 128, 256 and 2048 over ten epochs.
 
 Rule of decision, written before the run. The peak of a run is the epoch that ends with the largest
 theta. [T] is confirmed for a batch if the peak of each seed is in epoch 3 to 10, contradicted if
@@ -10,7 +10,7 @@ over the three batches at the end is -1 with every seed, contradicted if it is a
 
 from study_columns import epochs_to_peak, peak_update
 
-_images, _epochs, _warmup = 4096, 12, 3
+_images, _epochs, _warmup, _decay = 4096, 10, 2, 8
 
 
 def _peak_epoch(epochs):
@@ -23,7 +23,7 @@ SHOWS = f"""
 [T] figure 5.2 has theta of ResNet-20 on CIFAR-10 for 140 epochs with batches of 128, 256 and 2048.
 Here ResNet-8 learns {_images} pictures for {_epochs} epochs, and is tested with 1000. The rate is
 0.1 for 128 and follows the batch linearly, with {_warmup} epochs of warm-up for 256 and 2048; it
-decays to a tenth after 9 epochs. Theta is recorded at every second update, and at the end of each
+decays to a tenth after {_decay} epochs. Theta is recorded at every second update, and at the end of each
 epoch. [T] 5.1.4: theta peaks in epoch 5 with 128, later with larger batches, and the higher theta
 in the end, the lower the accuracy; in [T] the batch of 2048 is 4 % of the pictures, here it is half
 of them.
@@ -36,7 +36,7 @@ FLAGS = {
     "depth": 8,
     "epochs": _epochs,
     "schedule": "constant",
-    "decay_epochs": "9",
+    "decay_epochs": str(_decay),
     "theta_every": 2,
 }
 CONFIGURATIONS = {
