@@ -1,8 +1,8 @@
 """[F] figures 1 and 5 to 8: LeNet-5 and TorchNet on MNIST to a validation loss of 0.5.
 
 Rule of decision, written before the run; a run that never reaches the loss counts as one epoch more
-than it had. Figure 1 is confirmed for a network if 64 takes more epochs than 16 with every
-seed, contradicted if fewer with every seed. Figures 6 to 8, that TorchNet behaves as LeNet-5, are
+than it had. Figure 1 is confirmed for a network if 64 takes more epochs than 16 with every seed,
+contradicted if fewer with every seed. Figures 6 to 8, that TorchNet behaves as LeNet-5, are
 confirmed if figure 1 has the same verdict for both. Figure 5, that parallel training improves less
 per epoch, is confirmed if two ranks with fixed shares take more epochs than one process by more
 than two standard errors, paired by seed and over both networks, contradicted if as much fewer, else

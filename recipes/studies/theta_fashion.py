@@ -23,10 +23,10 @@ SHOWS = f"""
 [T] figure 5.2 has theta of ResNet-20 on CIFAR-10 for 140 epochs with batches of 128, 256 and 2048.
 Here ResNet-8 learns {_images} pictures for {_epochs} epochs, and is tested with 1000. The rate is
 0.1 for 128 and follows the batch linearly, with {_warmup} epochs of warm-up for 256 and 2048; it
-decays to a tenth after {_decay} epochs. Theta is recorded at every second update, and at the end of each
-epoch. [T] 5.1.4: theta peaks in epoch 5 with 128, later with larger batches, and the higher theta
-in the end, the lower the accuracy; in [T] the batch of 2048 is 4 % of the pictures, here it is half
-of them.
+decays to a tenth after {_decay} epochs. Theta is recorded at every second update, and at the end of
+each epoch. [T] 5.1.4: theta peaks in epoch 5 with 128, later with larger batches, and the higher
+theta in the end, the lower the accuracy; in [T] the batch of 2048 is 4 % of the pictures, here it
+is half of them.
 """
 RECIPE = "resnet"
 FLAGS = {
