@@ -31,6 +31,15 @@ flags.DEFINE_enum(
     "With --adaptive-batch, how the interval is read off theta, or that the batch grows in "
     "--decay-epochs instead (docs/adaptive-batch.md).",
 )  # fmt: skip
+flags.DEFINE_float(
+    "adaptive_decay", 0.1,
+    "With --adaptive-batch, the first of --decay-epochs sets the rate to this share of the initial "
+    "one; later ones multiply by it.", lower_bound=0.0, upper_bound=1.0,
+)  # fmt: skip
+flags.DEFINE_enum(
+    "adaptive_ranks", "all", ["all", "grow"],
+    "With --adaptive-batch; grow: a batch of less than two samples per rank uses fewer ranks.",
+)  # fmt: skip
 flags.DEFINE_integer(
     "theta_every", 0, "Record theta every n updates (docs/adaptive-batch.md); 0: do not.",
     lower_bound=0,
@@ -71,7 +80,9 @@ def callbacks(train: tfscale.data.GlobalBatches, reference_batch: int, folder: P
             rule=FLAGS.adaptive_rule,
             signal=FLAGS.adaptive_signal,
             learning_rate_rule=FLAGS.scaling,
+            decay=FLAGS.adaptive_decay,
             decay_epochs=decays,
+            active_ranks=FLAGS.adaptive_ranks,
             log_path=folder / "adaptive.jsonl",
         )
         return [adaptive]

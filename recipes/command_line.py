@@ -77,13 +77,15 @@ def check_flags() -> None:
     if FLAGS.average_every:
         reason = "With --average-every ranks train on their own and exchange no gradients."
         none: dict[str, Any] = {"exchange": None, "groups": 1, "interval": None}
-        none |= {"quadratic_interval": 0.0, "local_start": "immediately", "compression": "none"}
+        none |= {"local_start": "immediately", "local_average": "parameters", "outer": ""}
+        none |= {"compression": "none"}
         refuse(reason, none)
     else:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
     if FLAGS.groups == 1:
         refuse("--overlap needs --groups.", {"overlap": 0})
-        refuse("--quadratic-interval needs --groups.", {"quadratic_interval": 0.0})
+        refuse("--local-average needs --groups.", {"local_average": "parameters"})
+        refuse("--outer needs --groups.", {"outer": ""})
         refuse("--local-start needs --groups.", {"local_start": "immediately"})
     if not FLAGS.theta_every:
         refuse("--theta-norms needs --theta-every.", {"theta_norms": False})
@@ -91,6 +93,8 @@ def check_flags() -> None:
         refuse("--adaptive-interval needs --adaptive-batch.", {"adaptive_interval": 0})
         refuse("--adaptive-rule needs --adaptive-batch.", {"adaptive_rule": "robust"})
         refuse("--adaptive-signal needs --adaptive-batch.", {"adaptive_signal": "theta"})
+        refuse("--adaptive-decay needs --adaptive-batch.", {"adaptive_decay": 0.1})
+        refuse("--adaptive-ranks needs --adaptive-batch.", {"adaptive_ranks": "all"})
 
 
 def refuse(reason: str, without_effect: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from keras import layers
 
 import command_line
 import datasets
+import momentum
 import tfscale
 import tfscale.keras as hvd
 import training
@@ -25,6 +26,7 @@ from models.lenet import lenet5, torchnet
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(training)
+flags.adopt_module_key_flags(momentum)
 flags.DEFINE_string("data", "mnist", f"Data set: {', '.join(datasets.IN_MEMORY)}, or HDF5 file.")
 flags.DEFINE_integer("images", 0, "Training pictures to use; 0 means all.", lower_bound=0)
 flags.DEFINE_integer("test_images", 0, "Test pictures to use; 0 means all.", lower_bound=0)
@@ -69,7 +71,7 @@ def main(_: list[str]) -> None:
     model = build_model(data.pictures.shape[1:], sets.classes)
     rate = training.learning_rate(BATCH, len(train))
     model.compile(
-        optimizer=training.distributed(keras.optimizers.SGD(rate, momentum=0.9, nesterov=True)),
+        optimizer=training.distributed(momentum.optimizer(rate, nesterov=True)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

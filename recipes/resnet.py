@@ -27,6 +27,7 @@ from keras import layers
 
 import command_line
 import datasets
+import momentum
 import tfscale
 import tfscale.keras as hvd
 import training
@@ -37,6 +38,7 @@ from models.resnet50 import resnet50
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(training)
+flags.adopt_module_key_flags(momentum)
 flags.DEFINE_string(
     "data", "fashion_mnist", f"{', '.join(datasets.IN_MEMORY)}, imagenet, or an HDF5 file."
 )
@@ -100,13 +102,10 @@ def load_imagenet() -> tuple[Any, Any, keras.Model]:
 
 
 def build_optimizer(batch: int, steps_per_epoch: int) -> keras.optimizers.Optimizer:
-    """Return SGD; the weights decay, biases and scales do not."""
+    """Return SGD or LARS; the weights decay, biases and scales do not."""
     rate = training.learning_rate(batch, steps_per_epoch)
-    optimizer = keras.optimizers.SGD(
-        rate, momentum=0.9, nesterov=True, weight_decay=FLAGS.weight_decay
-    )
-    optimizer.exclude_from_weight_decay(var_names=["gamma", "beta", "bias"])
-    return training.distributed(optimizer)
+    decay = {"weight_decay": FLAGS.weight_decay, "undecayed": ("gamma", "beta", "bias")}
+    return training.distributed(momentum.optimizer(rate, nesterov=True, **decay))
 
 
 def early_stopping() -> keras.callbacks.Callback:

@@ -37,6 +37,16 @@ def first_with(accuracy: float) -> Callable[[Epochs], int | None]:
     return epoch_of
 
 
+def first_below(loss: float) -> Callable[[Epochs], int]:
+    """Return a column: the first epoch, from 1, that ends with the validation loss; or one more."""
+
+    def epoch_of(epochs: Epochs) -> int:
+        reached = (e["epoch"] for e in epochs if e["val_loss"] <= loss)
+        return next(reached, len(epochs) + 1)
+
+    return epoch_of
+
+
 def peak_update(epochs: Epochs) -> float:
     """Return the update in which theta was largest."""
     return float(epochs[-1]["theta_peak_update"])

@@ -50,17 +50,25 @@ flags.DEFINE_integer(
     "groups", 1, "Local SGD: groups of ranks; inside, they exchange as --exchange says.",
     lower_bound=1,
 )  # fmt: skip
-flags.DEFINE_integer("interval", 8, "Local SGD: steps between two averages.", lower_bound=1)
+flags.DEFINE_string(
+    "interval", "8",
+    "Local SGD: steps between two averages, or a rule with its options (adaptive, growing, "
+    "quadratic, distance), as in quadratic:alpha=0.2,minimum=4 (docs/local-sgd.md).",
+)  # fmt: skip
 flags.DEFINE_integer(
     "overlap",
     0,
     "Local SGD: steps that an average may take while training continues.",
     lower_bound=0,
 )
-flags.DEFINE_float(
-    "quadratic_interval", 0.0,
-    "Local SGD: alpha of an interval (alpha / rate)^2, at least --interval; 0: --interval.",
-    lower_bound=0.0,
+flags.DEFINE_enum(
+    "local_average", "parameters", ["parameters", "gradients"],
+    "Local SGD: what groups average; gradients: the sums of their gradients (SASGD).",
+)  # fmt: skip
+flags.DEFINE_string(
+    "outer", "",
+    "Local SGD: Keras's optimizer that takes the change of the average as its gradient, as in "
+    "SGD:learning_rate=0.7,momentum=0.9,nesterov=True (DiLoCo); empty: none.",
 )  # fmt: skip
 flags.DEFINE_string(
     "local_start", "immediately",
@@ -84,6 +92,13 @@ flags.DEFINE_string("data_dir", ".cache/data", "Where data sets are looked for f
 flags.DEFINE_string("run_name", "", "Name of the folder of results; empty: the recipe's.")
 flags.DEFINE_string("run_dir", "runs", "Folder in which that folder is made.")
 flags.DEFINE_bool("smoke", False, "Shrink everything: under a minute on two cores.")
+
+_RULES = {
+    "adaptive": tfscale.AdaptiveInterval,
+    "growing": tfscale.GrowingInterval,
+    "quadratic": tfscale.QuadraticInterval,
+    "distance": tfscale.DistanceGuard,
+}
 
 
 def set_defaults(**defaults: Any) -> None:
@@ -150,15 +165,14 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
         return optimizer
     exchange = parse_exchange(FLAGS.exchange)
     if FLAGS.groups > 1:
-        interval: Any = FLAGS.interval
-        if FLAGS.quadratic_interval:
-            interval = tfscale.QuadraticInterval(FLAGS.quadratic_interval, FLAGS.interval)
         start = FLAGS.local_start
         exchange = tfscale.LocalSGD(
             FLAGS.groups,
-            interval,
+            parse_interval(FLAGS.interval),
             within=exchange,
+            average=FLAGS.local_average,
             start=int(start) if start.isdecimal() else start,
+            outer=parse_outer(FLAGS.outer) if FLAGS.outer else None,
             overlap=FLAGS.overlap,
         )
     compression = parse_compression(FLAGS.compression)
@@ -176,6 +190,26 @@ def parse_exchange(text: str) -> Any:
     if not hasattr(strategy, "plan"):
         sys.exit(f"--exchange must name a strategy of docs/exchanges.md. Received: {text}.")
     return strategy(**_arguments(options))
+
+
+def parse_interval(text: str) -> Any:
+    """Return the number of steps, or the rule that a flag names, such as `growing:growth=0.5`."""
+    if text.isdecimal() and int(text):
+        return int(text)
+    name, _, options = text.partition(":")
+    rule = _RULES.get(name)
+    if rule is None:
+        sys.exit(f"--interval must be 1 or more, or of {', '.join(_RULES)}. Received: {text}.")
+    return rule(**_arguments(options))
+
+
+def parse_outer(text: str) -> keras.optimizers.Optimizer:
+    """Return the optimizer of Keras, with its options, that a flag names."""
+    name, _, options = text.partition(":")
+    optimizer = vars(keras.optimizers).get(name)
+    if not (isinstance(optimizer, type) and issubclass(optimizer, keras.optimizers.Optimizer)):
+        sys.exit(f"--outer must name a class of keras.optimizers. Received: {text}.")
+    return optimizer(**_arguments(options))
 
 
 def parse_compression(text: str) -> Any:

@@ -26,6 +26,7 @@ from keras import layers
 
 import command_line
 import datasets
+import momentum
 import tfscale
 import tfscale.keras as hvd
 import training
@@ -34,6 +35,7 @@ from models.vgg import VGG_16, VGG_A, VGG_SMALL, VGG_TINY, vgg, vgg_a_of_width
 
 FLAGS = flags.FLAGS
 flags.adopt_module_key_flags(training)
+flags.adopt_module_key_flags(momentum)
 flags.DEFINE_string("data", "imagenet", f"imagenet, {', '.join(datasets.IN_MEMORY)}, or HDF5 file.")
 flags.DEFINE_integer(
     "images", 0, "Training pictures to use; 0 means all, as imagenet does.", lower_bound=0
@@ -99,11 +101,10 @@ def load() -> tuple[Any, Any, keras.Model]:
 
 
 def build_optimizer(steps_per_epoch: int) -> keras.optimizers.Optimizer:
-    """Return SGD; the weights decay, biases do not."""
+    """Return SGD or LARS; the weights decay, biases do not."""
     rate = training.learning_rate(BATCH, steps_per_epoch)
-    optimizer = keras.optimizers.SGD(rate, momentum=0.9, weight_decay=FLAGS.weight_decay)
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
-    return training.distributed(optimizer)
+    decay = {"weight_decay": FLAGS.weight_decay, "undecayed": ("bias",)}
+    return training.distributed(momentum.optimizer(rate, **decay))
 
 
 def early_stopping() -> keras.callbacks.Callback:

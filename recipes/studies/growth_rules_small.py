@@ -7,7 +7,7 @@ _small, _large, _images, _epochs = 64, 512, 20000, 30
 
 TITLE = "Rules for growing batches: LeNet-5 on Fashion-MNIST"
 SHOWS = f"""
-`growth_rules` with a network that takes minutes: LeNet-5 (no batch normalization) on {_images}
+[T] 5.1.4 with a network that takes minutes: LeNet-5 (no batch normalization) on {_images}
 pictures of Fashion-MNIST, tested with all 10000, {_epochs} epochs for all, so that all see as many
 samples. Batches go from {_small} to {_large}, with a rate of 0.02 for {_small} that follows the
 batch linearly; {_large} throughout has five epochs of warm-up. Growing batches double, at most once

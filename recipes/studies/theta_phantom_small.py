@@ -7,7 +7,7 @@ _patches = 4 * _images
 
 TITLE = f"Theta of a small EDSR: {_patches} patches of Phantom, {_epochs} epochs"
 SHOWS = f"""
-`theta_phantom` in minutes: EDSR with 8 blocks of 16 filters instead of 16 of 64, {_images} pictures
+[T] figure 5.6 in minutes: EDSR with 8 blocks of 16 filters instead of 16 of 64, {_images} pictures
 instead of 1600, two ranks, validated on two pictures; theta and the norm of the mean gradient are
 recorded at every second update. Adam's rate of 1e-4 for a batch of 16 follows the batch linearly
 ([T] table 5.2). [T] figure 5.6: theta peaks, in epochs 55 to 65 for a batch of 32. There is no peak

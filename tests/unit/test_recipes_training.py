@@ -8,6 +8,7 @@ from pathlib import Path
 import batch_growth
 import command_line
 import keras
+import momentum
 import numpy as np
 import pytest
 import training
@@ -55,12 +56,15 @@ def _recipe(name, words):
         ("--average-every 1 --compression bf16", "Received: --compression bf16"),
         ("--distance-weights 1", "--distance-weights needs --average-every"),
         ("--overlap 2", "--overlap needs --groups"),
-        ("--quadratic-interval 0.2", "--quadratic-interval needs --groups"),
+        ("--local-average gradients", "--local-average needs --groups"),
+        ("--outer SGD", "--outer needs --groups"),
         ("--local-start after_first_decay", "--local-start needs --groups"),
         ("--theta-norms", "--theta-norms needs --theta-every"),
         ("--adaptive-interval 3", "--adaptive-interval needs --adaptive-batch"),
         ("--adaptive-rule peak", "--adaptive-rule needs --adaptive-batch"),
         ("--adaptive-signal noise_scale", "--adaptive-signal needs --adaptive-batch"),
+        ("--adaptive-decay 0.8", "--adaptive-decay needs --adaptive-batch"),
+        ("--adaptive-ranks grow", "--adaptive-ranks needs --adaptive-batch"),
     ],
 )
 def test_flags_without_effect_are_refused(words, told):
@@ -98,6 +102,30 @@ def test_exchanges_and_compressions_are_named_with_their_options():
     for text in ("int9", "__doc__", ""):
         with pytest.raises(SystemExit, match=f"Received: {text}"):
             compression(text)
+
+
+def test_intervals_and_outer_optimizers_are_named_with_their_options():
+    assert training.parse_interval("8") == 8
+    assert training.parse_interval("growing:initial=4,growth=0.5") == tfscale.GrowingInterval(
+        4, 0.5
+    )
+    assert training.parse_interval("distance:limit=1.5") == tfscale.DistanceGuard(1.5)
+    for text in ("0", "cubic:alpha=1"):
+        with pytest.raises(SystemExit, match=f"Received: {text}"):
+            training.parse_interval(text)
+    outer = training.parse_outer("SGD:learning_rate=0.7,momentum=0.9,nesterov=True")
+    assert outer.nesterov and float(outer.learning_rate) == pytest.approx(0.7)
+    with pytest.raises(SystemExit, match="Received: schedules"):
+        training.parse_outer("schedules")
+
+
+def test_lars_takes_the_place_of_sgd_and_decays_as_much():
+    decay = {"weight_decay": 5e-3, "undecayed": ("bias",)}
+    with _recipe("vgg", ["--data", "generated"]):
+        assert momentum.optimizer(0.1, **decay).weight_decay == 5e-3
+    with _recipe("vgg", ["--data", "generated", "--optimizer", "lars"]):
+        lars = momentum.optimizer(0.1, **decay)
+    assert isinstance(lars, tfscale.LARS) and lars.decay == pytest.approx(5e-4)
 
 
 THESIS_CHUNK = ["logits", "conv5_2", "conv5_1", "conv4_2", "conv4_1"]  # [T]: k = 9, f = 2
