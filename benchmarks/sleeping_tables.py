@@ -44,7 +44,7 @@ def limit_s(system: str, compute_s: float, stream_s: float, model: str) -> float
 
 
 def under_way(runs: Sequence[Mapping[str, Any]]) -> str:
-    """How long rank 0's gradients, and averages of models, were under way in a step."""
+    """Milliseconds that rank 0's gradients, and averages of models, were under way in a step."""
     seconds = [
         [run["wire_s"][kind] / run.get("slow_motion", 1) for kind in ("gradients", "averages")]
         for run in runs
