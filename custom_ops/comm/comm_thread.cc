@@ -121,7 +121,10 @@ void CommThread::Run() {
     wait = NextWait(scheduler_.Step());
   }
   while (!scheduler_.is_over()) {
-    if (!scheduler_.StepLeave()) std::this_thread::sleep_for(microseconds(200));
+    const Clock::time_point now = Clock::now();
+    if (scheduler_.StepLeave()) last_moved_ = now;
+    const auto quiet = std::chrono::duration_cast<microseconds>(now - last_moved_);
+    if (quiet.count() > 0) std::this_thread::sleep_for(std::clamp(quiet / kShare, kHot, kIdle));
   }
 }
 

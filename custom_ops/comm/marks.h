@@ -25,8 +25,7 @@ namespace tfscale {
 // kSeen: after kQuiet, when the rank has that of all others and needs nothing more from them.
 // kPing, kAlive and kWaiting are notices and change no count: a rank that waits asks
 // another whether it lives (answered by kAlive), and reports that it waits. kTraffic: see Traffic.
-// kGivenUp: as all ranks give a step up, this one completes no further run of some plans: see
-// Announce.
+// kGivenUp: as all ranks give a step up, no further run of some plans is completed; see Announce.
 enum class MarkKind : int {
   kEpochEnd = 0,
   kStop = 1,

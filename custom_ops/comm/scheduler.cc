@@ -22,6 +22,8 @@ std::string Join(const std::vector<int>& ranks) {
   return text.str();
 }
 
+Status StepFailedHere() { return Status::Failed("The step failed on this rank."); }
+
 std::map<int, Group> WorldOnly(Communicator world) {
   std::map<int, Group> groups;
   Group& group = groups[0];
@@ -266,9 +268,8 @@ bool Scheduler::StartEarly() {
 }
 
 bool Scheduler::is_busy() const {
-  if (!active_.empty()) return true;
-  return std::any_of(queues_.begin(), queues_.end(),
-                     [](const auto& entry) { return entry.second->is_waiting(); });
+  const auto is_waiting = [](const auto& entry) { return entry.second->is_waiting(); };
+  return !active_.empty() || std::any_of(queues_.begin(), queues_.end(), is_waiting);
 }
 
 // The ranks and collectives that this rank waits for, and the limits of the wait.
@@ -482,8 +483,6 @@ void Scheduler::ReportFailed(const Status& why) {
   if (why.code == StatusCode::kFailed && !leaving_.has_begun())
     status_file_.WriteFailed(why.message);
 }
-
-Status Scheduler::StepFailedHere() { return Status::Failed("The step failed on this rank."); }
 
 void Scheduler::GiveUpWaiting(int plan) {
   const auto found = queues_.find(plan);

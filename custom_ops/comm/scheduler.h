@@ -102,7 +102,6 @@ class Scheduler {
   void GiveUp(Task& task, const Status& why);
   // Tells the launcher why a collective failed: the program may catch the error and end well.
   void ReportFailed(const Status& why);
-  static Status StepFailedHere();
   std::optional<Status> WhyGivenUp(const Task& task);
   // Tells the other ranks which runs will not be completed here.
   void AnnounceGivenUp();

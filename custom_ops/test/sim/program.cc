@@ -55,6 +55,12 @@ void Program::SetUp() {
     engine->RemoveGroup(extra);
     if (engine->AddGroup(scenario_.groups[1]) != extra) world_.Violate("a group's id is not free");
   }
+  try {
+    engine->RemoveGroup(0);
+    world_.Violate("the group of all ranks is removed");
+  } catch (const tfscale::CommError&) {
+    // As it must be.
+  }
   for (const PlanDraw& plan : scenario_.plans) {
     variables_.emplace_back(plan.slots.size());
     plans_.push_back(-1);

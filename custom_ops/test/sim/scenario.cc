@@ -55,7 +55,8 @@ PlanDraw DrawPlan(Random& random, const Scenario& scenario, int number) {
   }
   const int n = static_cast<int>(scenario.groups[static_cast<size_t>(plan.group)].size());
   const size_t most = static_cast<size_t>(random.Of(std::vector<int>{8, 100, 600}));
-  const int64_t n_slots = random.Between(1, 3);
+  // Often one slot: another rank has begun all of such a plan or nothing.
+  const int64_t n_slots = number > 0 && random.Chance(0.4) ? 1 : random.Between(1, 3);
   for (int64_t i = 0; i < n_slots; ++i) {
     plan.slots.push_back(DrawSlot(random, n, most));
     if (number == 0 && i == 0) {  // a step that not all ranks join ends on none
@@ -96,10 +97,13 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   const int n_ranks = scenario.machine.n_ranks;
   scenario.groups.emplace_back();
   for (int rank = 0; rank < n_ranks; ++rank) scenario.groups[0].push_back(rank);
+  scenario.turn_rank = static_cast<int>(random.Below(n_ranks));
   while (scenario.groups.size() < 3 && n_ranks > 1 && random.Chance(0.4)) {
     std::vector<int> members;
+    const bool is_of_others = random.Chance(0.3);
     for (int rank = 0; rank < n_ranks; ++rank) {
-      if (random.Chance(0.6)) members.push_back(rank);
+      const bool is_member = is_of_others ? rank != scenario.turn_rank : random.Chance(0.6);
+      if (is_member) members.push_back(rank);
     }
     if (!members.empty()) scenario.groups.push_back(members);
   }
@@ -139,7 +143,6 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   }
   if (has_marks) {
     scenario.turn = static_cast<Turn>(random.Of(std::vector<int>{1, 1, 1, 2, 3, 4}));
-    scenario.turn_rank = static_cast<int>(random.Below(n_ranks));
     scenario.turn_fit = static_cast<int>(random.Below(static_cast<int64_t>(scenario.fits.size())));
     FitDraw& fit = scenario.fits[static_cast<size_t>(scenario.turn_fit)];
     fit.has_callbacks = true;

@@ -66,7 +66,7 @@ void thread::_M_start_thread(_State_ptr state, void (*)()) {
 }
 void thread::join() {
   const auto* fiber = reinterpret_cast<const sim::Fiber*>(native_handle());
-  while (!fiber->is_done()) Running()->Sleep(10 * sim::kMicro, "joins a thread");
+  while (!fiber->is_done()) Running()->Wait(fiber, sim::kNever, "joins a thread");
   _M_id = id();
 }
 

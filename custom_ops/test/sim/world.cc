@@ -77,6 +77,7 @@ void Fiber::Start() {
     World::Get()->Violate(std::string("an exception ends a thread: ") + error.what());
   }
   self->is_done_ = true;
+  World::Get()->Signal(self);  // to what joins it
   self->Leave();
 }
 
