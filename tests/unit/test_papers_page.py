@@ -108,6 +108,25 @@ def rises_of_theta(study: str, decay: int, configurations: Sequence[str]) -> str
     return f"{min(rises):.1f} to {max(rises):.1f} %"
 
 
+def rise_after(study: str, decay: int, name: str, base: str = "") -> str:
+    """Return the rise of theta after the first decay, in %: mean and error, or less that of `base`.
+
+    Args:
+        study: Of which runs.
+        decay: Epochs before the decay.
+        name: Configuration.
+        base: Another one, whose rise with the same seed is subtracted.
+    """
+    rises: dict[str, dict[int, float]] = {}
+    for run in runs(study):
+        before, end = (run["epochs"][i]["theta"] for i in (decay - 1, -1))
+        rises.setdefault(run["configuration"], {})[run["seed"]] = 100 * (end / before - 1)
+    own, other = rises[name], rises.get(base, {})
+    values = [own[s] - other[s] for s in sorted(own) if s in other] if base else [*own.values()]
+    assert len(values) > 2
+    return with_error(values, 1)
+
+
 def peaks(study: str, batches: Iterable[int]) -> str:
     """Return the mean update at which theta is largest, by batch."""
     rows = last_epochs(study)
