@@ -252,6 +252,11 @@ def expected() -> dict[str, str]:
             "theta_lenet", 12, [f"batch {n}" for n in (64, 128, 256, 512)]
         )
         + " with fixed batches",
+        "first decay, theta": "lets theta rise by "
+        + rise_after("first_decay_lenet", 8, "to beta mu", "to beta mu_0")
+        + " % more than one to beta mu_0, which lets it rise by "
+        + rise_after("first_decay_lenet", 8, "to beta mu_0"),
+        "first decay": f"loses {lost('first_decay_lenet', 'to beta mu_0', 'to beta mu')} points",
         "peaks": f"at updates {peaks('theta_lenet', (64, 128, 256, 512, 1024, 2048))}",
         "peaks, EDSR": f"at updates {peaks('theta_phantom_batches', (64, 128, 256, 512, 1024))}",
         "R by batch": f"R is {by_batch} %",
