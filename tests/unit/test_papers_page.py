@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+import theta_and_accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/papers.md"
@@ -334,6 +335,19 @@ def test_rank_correlation():
     assert ranks_of([3, 1, 3]) == [1.5, 0, 1.5]
     assert rank_correlation([1, 2, 3, 4], [9, 8, 7, 0]) == -1
     assert rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
+
+
+def test_the_table_of_theta_and_accuracy_is_that_of_the_files():
+    table = (RESULTS / "theta_and_accuracy.md").read_text(encoding="utf-8")
+    for study, of_seeds in content(RESULTS / "theta_and_accuracy.json").items():
+        found = theta_and_accuracy.correlations(
+            theta_and_accuracy.points(content(RESULTS / f"{study}.json"))
+        )
+        assert {str(seed): value for seed, value in found.items()} == pytest.approx(of_seeds)
+        assert f"[{study}]({study}.md)" in table
+    assert [theta_and_accuracy.verdict(values) for values in ([-1, -0.1], [0.2, 1], [-1, 1])] == [
+        "confirms", "contradicts", "open"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", expected())
