@@ -88,7 +88,7 @@ def _panels(
     panels += [partial(_by_update, name=name, own=own) for name in by_update]
     for name in _SHOWN:
         changes = any(len({line.get(name) for line in o.epochs}) > 1 for o in outcomes)
-        if changes and name not in by_update:
+        if changes:
             panel = _staircase if name == "batch_size" else partial(_curves, name=name)
             panels.append(partial(panel, own=own))
     if not study_report.why_loaded(outcomes):

@@ -5,9 +5,8 @@
 [T] 5.1.4: "the higher the theta curve, the lower the validation accuracy". For each study and seed
 this takes the rank correlation (Spearman's) of theta and the study's metric, both of the last
 epoch, over the configurations. Runs that did not learn (accuracy below 20 %) are left out, and
-studies with fewer than three configurations. Rule of decision: a study
-confirms the claim if all its seeds have a correlation below 0, contradicts it if all are above, and
-else leaves it open.
+studies with fewer than three configurations. Rule of decision: a study confirms the claim if all
+its seeds have a correlation below 0, contradicts it if all are above, and else leaves it open.
 
 Files: `recipes/results/theta_and_accuracy.md`, `.png` and `.json`.
 """
@@ -80,7 +79,11 @@ def table(studies: dict[str, Points]) -> str:
 
 
 def _word(of_seeds: dict[int, float]) -> str:
-    return verdict(list(of_seeds.values())) + (", one seed" if len(of_seeds) == 1 else "")
+    """Return the verdict of a study; one seed proves nothing."""
+    found = verdict(list(of_seeds.values()))
+    if len(of_seeds) > 1:
+        return found
+    return f"{'agrees' if found == 'confirms' else 'disagrees'}, one seed"
 
 
 def draw(studies: dict[str, Points], path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+import theta_and_accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/papers.md"
@@ -106,6 +107,25 @@ def rises_of_theta(study: str, decay: int, configurations: Sequence[str]) -> str
             before, end = (run["epochs"][i]["theta"] for i in (decay - 1, -1))
             rises.append(100 * (end / before - 1))
     return f"{min(rises):.1f} to {max(rises):.1f} %"
+
+
+def rise_after(study: str, decay: int, name: str, base: str = "") -> str:
+    """Return the rise of theta after the first decay, in %: mean and error, or less that of `base`.
+
+    Args:
+        study: Of which runs.
+        decay: Epochs before the decay.
+        name: Configuration.
+        base: Another one, whose rise with the same seed is subtracted.
+    """
+    rises: dict[str, dict[int, float]] = {}
+    for run in runs(study):
+        before, end = (run["epochs"][i]["theta"] for i in (decay - 1, -1))
+        rises.setdefault(run["configuration"], {})[run["seed"]] = 100 * (end / before - 1)
+    own, other = rises[name], rises.get(base, {})
+    values = [own[s] - other[s] for s in sorted(own) if s in other] if base else [*own.values()]
+    assert len(values) > 2
+    return with_error(values, 1)
 
 
 def peaks(study: str, batches: Iterable[int]) -> str:
@@ -233,6 +253,11 @@ def expected() -> dict[str, str]:
             "theta_lenet", 12, [f"batch {n}" for n in (64, 128, 256, 512)]
         )
         + " with fixed batches",
+        "first decay, theta": "lets theta rise by "
+        + rise_after("first_decay_lenet", 8, "to beta mu", "to beta mu_0")
+        + " % more than one to beta mu_0, which lets it rise by "
+        + rise_after("first_decay_lenet", 8, "to beta mu_0"),
+        "first decay": f"loses {lost('first_decay_lenet', 'to beta mu_0', 'to beta mu')} points",
         "peaks": f"at updates {peaks('theta_lenet', (64, 128, 256, 512, 1024, 2048))}",
         "peaks, EDSR": f"at updates {peaks('theta_phantom_batches', (64, 128, 256, 512, 1024))}",
         "R by batch": f"R is {by_batch} %",
@@ -310,6 +335,19 @@ def test_rank_correlation():
     assert ranks_of([3, 1, 3]) == [1.5, 0, 1.5]
     assert rank_correlation([1, 2, 3, 4], [9, 8, 7, 0]) == -1
     assert rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
+
+
+def test_the_table_of_theta_and_accuracy_is_that_of_the_files():
+    table = (RESULTS / "theta_and_accuracy.md").read_text(encoding="utf-8")
+    for study, of_seeds in content(RESULTS / "theta_and_accuracy.json").items():
+        found = theta_and_accuracy.correlations(
+            theta_and_accuracy.points(content(RESULTS / f"{study}.json"))
+        )
+        assert {str(seed): value for seed, value in found.items()} == pytest.approx(of_seeds)
+        assert f"[{study}]({study}.md)" in table
+    assert [theta_and_accuracy.verdict(values) for values in ([-1, -0.1], [0.2, 1], [-1, 1])] == [
+        "confirms", "contradicts", "open"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", expected())

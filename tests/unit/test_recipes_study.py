@@ -8,6 +8,7 @@ from pathlib import Path
 
 import batch_growth
 import command_line
+import momentum  # noqa: F401  as of training, below
 import numpy as np
 import pytest
 import study_picture
@@ -177,7 +178,7 @@ def test_curves_are_means_over_seeds_and_batches_are_drawn_for_each(study):
     assert [text.get_text() for text in batches.get_legend().get_texts()] == ["small batch"]
 
 
-def test_theta_is_drawn_over_updates_where_it_was_recorded_else_over_epochs(study):
+def test_theta_is_drawn_over_epochs_and_where_it_was_recorded_over_updates(study):
     """The mean over seeds, as far as all of them go."""
     long = {"update": [2, 4, 6], "theta": [1.0, 3.0, 2.0]}
     short = {"update": [2, 4], "theta": [2.0, 1.0]}
@@ -187,9 +188,10 @@ def test_theta_is_drawn_over_updates_where_it_was_recorded_else_over_epochs(stud
             line["theta"] = float(number)
     figure, of_epochs = study_picture.figure(study, every), "theta at the end of the epoch"
     assert _lines(figure, "theta") == [[(2.0, 1.5), (4.0, 2.0)]]
-    assert _lines(figure, of_epochs) == []
+    assert _lines(figure, of_epochs) == [[(1.0, 0.0), (2.0, 1.0)]]
     bare = [dataclasses.replace(outcome, theta={}) for outcome in every]
     assert _lines(study_picture.figure(study, bare), of_epochs) == [[(1.0, 0.0), (2.0, 1.0)]]
+    assert _lines(study_picture.figure(study, bare), "theta") == []
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("studies/*.py")), ids=lambda path: path.stem)
