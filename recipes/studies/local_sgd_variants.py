@@ -1,4 +1,4 @@
-"""What [L] III-B composes local SGD with: intervals, post-local, SASGD, outer optimizers, LARS.
+"""Variants of local SGD ([L] III-B): intervals, post-local, SASGD, outer optimizers, LARS.
 
 Rule of decision, written before the run. With two seeds a variant differs from the fixed interval
 if both seeds differ to the same side by more than one point; nothing smaller is stated.
