@@ -302,6 +302,17 @@ def expected() -> dict[str, str]:
             ("averaged at the end", "averaged every 4 epochs", "averaged each epoch"),
         )
         + " % at the end, every 4 epochs, every epoch",
+        "[S] eight, end": "at the end only loses "
+        + lost("parameter_averaging_eight", "each epoch", "at the end")
+        + " points against each epoch, every 4 epochs "
+        + lost("parameter_averaging_eight", "each epoch", "every 4 epochs"),
+        "[S] eight": "8 ranks lose "
+        + lost("parameter_averaging_eight", "1 process", "each epoch")
+        + " points against one process",
+        "[S] eight, weights": "8 ranks: lambda 1 loses "
+        + lost("parameter_averaging_eight", "each epoch", "each epoch, lambda 1"),
+        "within": "sharded inside loses "
+        + lost("local_sgd_within", "allreduce inside (baseline)", "sharded inside (method)"),
         "[S] gamma": f"{weights('parameter_averaging_fashion', '2 ranks, lambda 1')} with lambda 1",
         "[S] gamma 10": f"{weights('parameter_averaging_fashion', '2 ranks, lambda 10')} with 10",
         "[S] weights": "lambda 1 loses "
