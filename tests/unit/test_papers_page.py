@@ -257,6 +257,9 @@ def expected() -> dict[str, str]:
         + rise_after("first_decay_lenet", 8, "to beta mu", "to beta mu_0")
         + " % more than one to beta mu_0, which lets it rise by "
         + rise_after("first_decay_lenet", 8, "to beta mu_0"),
+        "no decay, theta": "and none by "
+        + rise_after("first_decay_lenet", 8, "to beta mu_0", "no decay")
+        + " less",
         "first decay": f"loses {lost('first_decay_lenet', 'to beta mu_0', 'to beta mu')} points",
         "peaks": f"at updates {peaks('theta_lenet', (64, 128, 256, 512, 1024, 2048))}",
         "peaks, EDSR": f"at updates {peaks('theta_phantom_batches', (64, 128, 256, 512, 1024))}",
@@ -302,6 +305,17 @@ def expected() -> dict[str, str]:
             ("averaged at the end", "averaged every 4 epochs", "averaged each epoch"),
         )
         + " % at the end, every 4 epochs, every epoch",
+        "[F] LeNet-5": "0.5 with 16 and 64: "
+        + epochs_to_loss("batch_sizes_mnist", ["LeNet-5, 16", "LeNet-5, 64"], 0.5)
+        + " (LeNet-5)",
+        "[F] TorchNet": "(LeNet-5), "
+        + epochs_to_loss("batch_sizes_mnist", ["TorchNet, 16", "TorchNet, 64"], 0.5)
+        + " (TorchNet)",
+        "[F] fixed shares": "two ranks with 16 take "
+        + epochs_to_loss(
+            "batch_sizes_mnist", [f"{n}, 16, 2 ranks" for n in ("LeNet-5", "TorchNet")], 0.5
+        )
+        + " epochs",
         "[S] eight, end": "at the end only loses "
         + lost("parameter_averaging_eight", "each epoch", "at the end")
         + " points against each epoch, every 4 epochs "
