@@ -109,6 +109,31 @@ def rises_of_theta(study: str, decay: int, configurations: Sequence[str]) -> str
     return f"{min(rises):.1f} to {max(rises):.1f} %"
 
 
+def below_clocks(study: str, name: str, intervals: tuple[int, int]) -> str:
+    """Return the points lost against what two clocks have at as many updates.
+
+    Accuracy is interpolated over the number of updates, which is as the sum of 1 / batch.
+
+    Args:
+        study: Of which runs.
+        name: The configuration.
+        intervals: Of the clocks, K, between whose updates are those of the configuration.
+    """
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for run in runs(study):
+        updates = sum(1 / epoch["batch_size"] for epoch in run["epochs"])
+        accuracy = 100 * run["epochs"][-1]["val_accuracy"]
+        found.setdefault(run["configuration"], {})[run["seed"]] = updates, accuracy
+    fewer, more = (found[f"clock, K = {k}"] for k in intervals)
+    losses = []
+    for seed, (updates, accuracy) in found[name].items():
+        (low, at_low), (high, at_high) = fewer[seed], more[seed]
+        assert low <= updates <= high
+        line = at_low + (at_high - at_low) * (updates - low) / (high - low)
+        losses.append(line - accuracy)
+    return with_error(losses)
+
+
 def rise_after(study: str, decay: int, name: str, base: str = "") -> str:
     """Return the rise of theta after the first decay, in %: mean and error, or less that of `base`.
 
@@ -248,6 +273,9 @@ def expected() -> dict[str, str]:
         "clock": f"the peak loses {lost(growth, 'every 3 epochs', 'theta, peak')} against K = 3",
         "clock, small": "K = 5 gains "
         + lost("growth_rules_small", "every 5 epochs", "theta, 10 % twice"),
+        "clock, VGG": f"loses {below_clocks('theta_or_clock', 'theta', (2, 6))} points against the "
+        "line between K = 2 and 6, and a `BatchSizeSchedule` of its ladder "
+        + lost("theta_or_clock", "theta", "schedule, K = 4"),
         "rise": f"{rises_of_theta(growth, 12, grown)} where the batch grows",
         "rise, fixed": rises_of_theta(
             "theta_lenet", 12, [f"batch {n}" for n in (64, 128, 256, 512)]
