@@ -290,6 +290,8 @@ def expected() -> dict[str, str]:
         + " less",
         "first decay": f"loses {lost('first_decay_lenet', 'to beta mu_0', 'to beta mu')} points",
         "peaks": f"at updates {peaks('theta_lenet', (64, 128, 256, 512, 1024, 2048))}",
+        "peaks, ResNet": f"at updates {peaks('theta_fashion', (128, 256, 2048))}",
+        "theta fashion": f"{theta_correlations('theta_fashion')} (`theta_fashion`)",
         "peaks, EDSR": f"at updates {peaks('theta_phantom_batches', (64, 128, 256, 512, 1024))}",
         "R by batch": f"R is {by_batch} %",
         "ms by batch": f"{batch_ms} ms",
