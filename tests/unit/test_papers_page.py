@@ -355,6 +355,20 @@ def expected() -> dict[str, str]:
         + " points against one process",
         "[S] eight, weights": "8 ranks: lambda 1 loses "
         + lost("parameter_averaging_eight", "each epoch", "each epoch, lambda 1"),
+        "EDSR groups": f"2 groups lose {lost('local_sgd_edsr_small', '1 group', '2 groups')} dB, "
+        f"4 groups {lost('local_sgd_edsr_small', '1 group', '4 groups')}; 4 groups lose "
+        + lost("local_sgd_edsr_small", "64 in step", "4 groups"),
+        "variants": percents("local_sgd_variants", ["every 8 steps"])
+        + " %; post-local {}, AdaComm {}, a growing interval {}, QSR {}, a distance guard {}, "
+        "SASGD {}".format(
+            *(
+                percents("local_sgd_variants", [name])
+                for name in (
+                    *("post-local", "AdaComm", "growing interval", "QSR", "distance guard"),
+                    "SASGD",
+                )
+            )
+        ),
         "within": "sharded inside loses "
         + lost("local_sgd_within", "allreduce inside (baseline)", "sharded inside (method)"),
         "[S] gamma": f"{weights('parameter_averaging_fashion', '2 ranks, lambda 1')} with lambda 1",
