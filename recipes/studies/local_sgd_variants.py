@@ -1,4 +1,4 @@
-"""Variants of local SGD, which [L] III-B composes it with: intervals, SASGD, LARS and others.
+"""Variants of local SGD ([L] III-B): intervals, post-local, SASGD, outer optimizers, LARS.
 
 Rule of decision, written before the run. With two seeds a variant differs from the fixed interval
 if both seeds differ to the same side by more than one point; nothing smaller is stated.

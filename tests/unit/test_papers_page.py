@@ -109,6 +109,31 @@ def rises_of_theta(study: str, decay: int, configurations: Sequence[str]) -> str
     return f"{min(rises):.1f} to {max(rises):.1f} %"
 
 
+def below_clocks(study: str, name: str, intervals: tuple[int, int]) -> str:
+    """Return the points lost against what two clocks have at as many updates.
+
+    Accuracy is interpolated over the number of updates, which is as the sum of 1 / batch.
+
+    Args:
+        study: Of which runs.
+        name: The configuration.
+        intervals: Of the clocks, K, between whose updates are those of the configuration.
+    """
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for run in runs(study):
+        updates = sum(1 / epoch["batch_size"] for epoch in run["epochs"])
+        accuracy = 100 * run["epochs"][-1]["val_accuracy"]
+        found.setdefault(run["configuration"], {})[run["seed"]] = updates, accuracy
+    fewer, more = (found[f"clock, K = {k}"] for k in intervals)
+    losses = []
+    for seed, (updates, accuracy) in found[name].items():
+        (low, at_low), (high, at_high) = fewer[seed], more[seed]
+        assert low <= updates <= high
+        line = at_low + (at_high - at_low) * (updates - low) / (high - low)
+        losses.append(line - accuracy)
+    return with_error(losses)
+
+
 def rise_after(study: str, decay: int, name: str, base: str = "") -> str:
     """Return the rise of theta after the first decay, in %: mean and error, or less that of `base`.
 
@@ -248,6 +273,9 @@ def expected() -> dict[str, str]:
         "clock": f"the peak loses {lost(growth, 'every 3 epochs', 'theta, peak')} against K = 3",
         "clock, small": "K = 5 gains "
         + lost("growth_rules_small", "every 5 epochs", "theta, 10 % twice"),
+        "clock, VGG": f"loses {below_clocks('theta_or_clock', 'theta', (2, 6))} points against the "
+        "line between K = 2 and 6, and a `BatchSizeSchedule` of its ladder "
+        + lost("theta_or_clock", "theta", "schedule, K = 4"),
         "rise": f"{rises_of_theta(growth, 12, grown)} where the batch grows",
         "rise, fixed": rises_of_theta(
             "theta_lenet", 12, [f"batch {n}" for n in (64, 128, 256, 512)]
@@ -257,8 +285,13 @@ def expected() -> dict[str, str]:
         + rise_after("first_decay_lenet", 8, "to beta mu", "to beta mu_0")
         + " % more than one to beta mu_0, which lets it rise by "
         + rise_after("first_decay_lenet", 8, "to beta mu_0"),
+        "no decay, theta": "and none by "
+        + rise_after("first_decay_lenet", 8, "to beta mu_0", "no decay")
+        + " less",
         "first decay": f"loses {lost('first_decay_lenet', 'to beta mu_0', 'to beta mu')} points",
         "peaks": f"at updates {peaks('theta_lenet', (64, 128, 256, 512, 1024, 2048))}",
+        "peaks, ResNet": f"at updates {peaks('theta_fashion', (128, 256, 2048))}",
+        "theta fashion": f"{theta_correlations('theta_fashion')} (`theta_fashion`)",
         "peaks, EDSR": f"at updates {peaks('theta_phantom_batches', (64, 128, 256, 512, 1024))}",
         "R by batch": f"R is {by_batch} %",
         "ms by batch": f"{batch_ms} ms",
@@ -302,6 +335,42 @@ def expected() -> dict[str, str]:
             ("averaged at the end", "averaged every 4 epochs", "averaged each epoch"),
         )
         + " % at the end, every 4 epochs, every epoch",
+        "[F] LeNet-5": "0.5 with 16 and 64: "
+        + epochs_to_loss("batch_sizes_mnist", ["LeNet-5, 16", "LeNet-5, 64"], 0.5)
+        + " (LeNet-5)",
+        "[F] TorchNet": "(LeNet-5), "
+        + epochs_to_loss("batch_sizes_mnist", ["TorchNet, 16", "TorchNet, 64"], 0.5)
+        + " (TorchNet)",
+        "[F] fixed shares": "two ranks with 16 take "
+        + epochs_to_loss(
+            "batch_sizes_mnist", [f"{n}, 16, 2 ranks" for n in ("LeNet-5", "TorchNet")], 0.5
+        )
+        + " epochs",
+        "[S] eight, end": "at the end only loses "
+        + lost("parameter_averaging_eight", "each epoch", "at the end")
+        + " points against each epoch, every 4 epochs "
+        + lost("parameter_averaging_eight", "each epoch", "every 4 epochs"),
+        "[S] eight": "8 ranks lose "
+        + lost("parameter_averaging_eight", "1 process", "each epoch")
+        + " points against one process",
+        "[S] eight, weights": "8 ranks: lambda 1 loses "
+        + lost("parameter_averaging_eight", "each epoch", "each epoch, lambda 1"),
+        "EDSR groups": f"2 groups lose {lost('local_sgd_edsr_small', '1 group', '2 groups')} dB, "
+        f"4 groups {lost('local_sgd_edsr_small', '1 group', '4 groups')}; 4 groups lose "
+        + lost("local_sgd_edsr_small", "64 in step", "4 groups"),
+        "variants": percents("local_sgd_variants", ["every 8 steps"])
+        + " %; post-local {}, AdaComm {}, a growing interval {}, QSR {}, a distance guard {}, "
+        "SASGD {}".format(
+            *(
+                percents("local_sgd_variants", [name])
+                for name in (
+                    *("post-local", "AdaComm", "growing interval", "QSR", "distance guard"),
+                    "SASGD",
+                )
+            )
+        ),
+        "within": "sharded inside loses "
+        + lost("local_sgd_within", "allreduce inside (baseline)", "sharded inside (method)"),
         "[S] gamma": f"{weights('parameter_averaging_fashion', '2 ranks, lambda 1')} with lambda 1",
         "[S] gamma 10": f"{weights('parameter_averaging_fashion', '2 ranks, lambda 10')} with 10",
         "[S] weights": "lambda 1 loses "
