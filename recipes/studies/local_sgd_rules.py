@@ -48,7 +48,7 @@ _local = {"groups": 2, "interval": _interval}
 CONFIGURATIONS = {
     "in step": {"ranks": 1},
     "interval 8": _local,
-    "QSR": {"groups": 2, "interval": _least, "quadratic_interval": round(1.8 * _rate, 6)},
+    "QSR": {"groups": 2, "interval": f"quadratic:alpha={1.8 * _rate:.6g},minimum={_least}"},
     "post-local": {**_local, "local_start": _epochs // 2},
     "sparse, interval 30": {"groups": 2, "interval": 30, "overlap": 10, "compression": "sparse"},
 }
