@@ -517,13 +517,33 @@ void Scheduler::AnnounceGivenUp() {
   announced_ = std::move(counts);
 }
 
+std::vector<Task> Scheduler::TakeActive(const std::function<bool(const Task&)>& is_chosen) {
+  std::vector<Task> tasks;
+  for (auto it = active_.begin(); it != active_.end();) {
+    if (!is_chosen(*it)) {
+      ++it;
+      continue;
+    }
+    if (it->queue) it->queue->OnFinished(*it);
+    tasks.push_back(std::move(*it));
+    it = active_.erase(it);
+  }
+  return tasks;
+}
+
 void Scheduler::GiveUpStranded() {
   // Those of a function that another thread runs can be cancelled with it.
   const auto is_posted = [](const Task& task) { return task.is_cancelled == nullptr; };
+  const auto is_stranded = [&](const Task& task) {
+    return task.queue && !task.queue->is_patient() && !task.queue->is_next_due() && is_posted(task);
+  };
+  // One that started early, before a slot that never comes, may wait for ranks that wait for that.
+  std::vector<Task> tasks =
+      TakeActive([&](const Task& task) { return is_stranded(task) && is_early(task); });
   for (auto& [id, queue] : queues_) {
-    if (queue->is_patient() || queue->is_next_due()) continue;
-    for (Task& task : queue->TakeIf(is_posted)) GiveUp(task, StepFailedHere());
+    for (Task& task : queue->TakeIf(is_stranded)) tasks.push_back(std::move(task));
   }
+  for (Task& task : tasks) GiveUp(task, StepFailedHere());
 }
 
 void Scheduler::GiveUpHopeless() {
@@ -533,16 +553,7 @@ void Scheduler::GiveUpHopeless() {
     if (why) reasons.push_back(*why);
     return why.has_value();
   };
-  std::vector<Task> tasks;
-  for (auto it = active_.begin(); it != active_.end();) {
-    if (!is_hopeless(*it)) {
-      ++it;
-      continue;
-    }
-    if (it->queue) it->queue->OnFinished(*it);
-    tasks.push_back(std::move(*it));
-    it = active_.erase(it);
-  }
+  std::vector<Task> tasks = TakeActive(is_hopeless);
   for (auto& [id, queue] : queues_) {
     for (Task& task : queue->TakeIf(is_hopeless)) tasks.push_back(std::move(task));
   }

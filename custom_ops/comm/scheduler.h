@@ -3,6 +3,7 @@
 #define TFSCALE_COMM_SCHEDULER_H_
 
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <map>
 #include <memory>
@@ -99,6 +100,8 @@ class Scheduler {
   void EndAll(const Status& why);
   // Ends tasks that a peer will not join.
   void GiveUpHopeless();
+  // Ends their being under way; they have not ended.
+  std::vector<Task> TakeActive(const std::function<bool(const Task&)>& is_chosen);
   void GiveUp(Task& task, const Status& why);
   // Tells the launcher why a collective failed: the program may catch the error and end well.
   void ReportFailed(const Status& why);
