@@ -347,7 +347,11 @@ bool Program::Fit(int number) {
         is_stopping = true;
         break;
       }
-      if (!fit.has_eager[static_cast<size_t>(s)]) continue;
+      // After an uneven epoch ranks may be a step apart, and only calls of steps know it.
+      const bool may_differ =
+          scenario_.turn == Turn::kUneven && scenario_.turn_fit == number &&
+          std::pair(epoch, s) >= std::pair(scenario_.turn_epoch, scenario_.turn_step);
+      if (!fit.has_eager[static_cast<size_t>(s)] || may_differ) continue;
       phase = "an eager call";
       const SlotSpec& spec = scenario_.eager[static_cast<size_t>(s) % scenario_.eager.size()];
       Wait(Post(spec, 0, tfscale::kEager, -1));
