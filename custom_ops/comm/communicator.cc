@@ -15,9 +15,10 @@ namespace {
 constexpr size_t kReadBytes = size_t{1} << 20;
 }  // namespace
 
-Communicator::Communicator(MPI_Comm comm, HostLayout hosts, std::vector<pid_t> readable,
-                           size_t least_read_bytes)
+Communicator::Communicator(MPI_Comm comm, std::vector<int> in_world, HostLayout hosts,
+                           std::vector<pid_t> readable, size_t least_read_bytes)
     : comm_(new MPI_Comm(comm)),
+      in_world_(std::move(in_world)),
       hosts_(std::move(hosts)),
       readable_(std::move(readable)),
       least_read_bytes_(least_read_bytes) {
@@ -37,7 +38,11 @@ Communicator Communicator::Duplicate(MPI_Comm parent, int ranks_per_host, size_t
   Check(MPI_Comm_dup(parent, &comm), "MPI_Comm_dup");
   HostLayout hosts(FindHosts(comm, ranks_per_host));
   std::vector<pid_t> readable = FindReadable(comm, hosts, least_read_bytes > 0);
-  return {comm, std::move(hosts), std::move(readable), least_read_bytes};
+  return {comm, {}, std::move(hosts), std::move(readable), least_read_bytes};
+}
+
+std::string Communicator::NameOf(int rank) const {
+  return "rank " + std::to_string(in_world_.empty() ? rank : in_world_[static_cast<size_t>(rank)]);
 }
 
 Communicator Communicator::ForRanks(const Communicator& parent, const std::vector<int>& ranks,
@@ -57,7 +62,7 @@ Communicator Communicator::ForRanks(const Communicator& parent, const std::vecto
     hosts.push_back(parent.hosts().HostOf(rank));
     readable.push_back(parent.ReadablePid(rank));
   }
-  return {comm, HostLayout(hosts), std::move(readable), parent.least_read_bytes()};
+  return {comm, ranks, HostLayout(hosts), std::move(readable), parent.least_read_bytes()};
 }
 
 void Communicator::Free::operator()(MPI_Comm* comm) const {
@@ -147,8 +152,8 @@ void Transfers::OnUnread(int peer, int error) {
     lost_.insert(peer);
     return;
   }
-  throw CommError("Could not read the memory of another rank. Received: process_vm_readv of rank " +
-                  std::to_string(peer) + " of the group: " + std::strerror(error) +
+  throw CommError("Could not read the memory of another rank. Received: process_vm_readv of " +
+                  comm_.NameOf(peer) + ": " + std::strerror(error) +
                   ". Set TFSCALE_HOST_MEMORY=0: the ranks of a host then send messages.");
 }
 
@@ -249,9 +254,9 @@ void Transfers::CheckLength(const Info& info, MPI_Status& status) const {
   MPI_Error_class(status.MPI_ERROR, &error_class);
   if (error_class != MPI_ERR_TRUNCATE) {
     if (status.MPI_ERROR != MPI_SUCCESS) {
-      const std::string peer = " rank " + std::to_string(info.peer) + " of the group";
+      const std::string way = info.is_receive ? "from " : "to ";
       Check(status.MPI_ERROR,
-            ("MPI_Testsome, of a message " + ((info.is_receive ? "from" : "to") + peer)).c_str());
+            ("MPI_Testsome, of a message " + way + comm_.NameOf(info.peer)).c_str());
     }
     if (!info.is_receive) return;
     int bytes = 0;
@@ -261,12 +266,12 @@ void Transfers::CheckLength(const Info& info, MPI_Status& status) const {
   ThrowLength(error_class == MPI_ERR_TRUNCATE, static_cast<size_t>(info.bytes), info.peer);
 }
 
-void Transfers::ThrowLength(bool is_more, size_t bytes, int peer) {
+void Transfers::ThrowLength(bool is_more, size_t bytes, int peer) const {
   throw CommError(
       "ranks have tensors of different sizes, or call different collectives. Received: " +
       std::string(is_more ? "more" : "less") + " than the " + std::to_string(bytes) +
-      " bytes expected from rank " + std::to_string(peer) +
-      " of the group. Call the same collectives on the same shapes on every rank.");
+      " bytes expected from " + comm_.NameOf(peer) +
+      ". Call the same collectives on the same shapes on every rank.");
 }
 
 bool Transfers::has_unheard() const {

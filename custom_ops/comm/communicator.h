@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,8 @@ class Communicator {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  // "rank N", as all of the job know it.
+  std::string NameOf(int rank) const;
   // Largest tag that MPI accepts here.
   int max_tag() const { return max_tag_; }
   MPI_Comm get() const { return *comm_; }
@@ -41,8 +44,8 @@ class Communicator {
   size_t least_read_bytes() const { return least_read_bytes_; }
 
  private:
-  Communicator(MPI_Comm comm, HostLayout hosts, std::vector<pid_t> readable,
-               size_t least_read_bytes);
+  Communicator(MPI_Comm comm, std::vector<int> in_world, HostLayout hosts,
+               std::vector<pid_t> readable, size_t least_read_bytes);
 
   struct Free {
     void operator()(MPI_Comm* comm) const;
@@ -51,6 +54,7 @@ class Communicator {
   int rank_ = 0;
   int size_ = 1;
   int max_tag_ = 0;
+  std::vector<int> in_world_;  // by rank; empty where they are the same
   HostLayout hosts_;
   std::vector<pid_t> readable_;  // by rank
   size_t least_read_bytes_ = 0;
@@ -141,7 +145,7 @@ class Transfers {
   template <typename Post>
   void Cut(size_t bytes, int peer, bool is_receive, int key, Post post);
   void CheckLength(const Info& info, MPI_Status& status) const;
-  [[noreturn]] static void ThrowLength(bool is_more, size_t bytes, int peer);
+  [[noreturn]] void ThrowLength(bool is_more, size_t bytes, int peer) const;
   void ReceiveRange(const Arriving& arriving, int tag);
   void OnRange(Arriving& arriving);
   void Complete(int key);

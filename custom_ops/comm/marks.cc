@@ -213,6 +213,7 @@ bool Marks::Excludes(const Mark& mark, const PlanKey& plan, int64_t execution, i
 
 std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, int64_t generation,
                                         const std::vector<int>& ranks, bool is_patient) const {
+  std::optional<Status> has_left;
   for (const auto& [rank, marks] : received_) {
     if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) continue;
     for (const Mark& mark : marks) {
@@ -222,10 +223,12 @@ std::optional<Status> Marks::WhyGivenUp(const PlanKey& plan, int64_t execution, 
       const std::string text = Explain(mark.kind, rank, count, mark.text);
       const bool is_stop =
           mark.kind == MarkKind::kStop || (mark.kind == MarkKind::kGivenUp && mark.text.empty());
-      return is_stop ? Status::Stopped(text) : Status::Failed(text);
+      if (is_stop) return Status::Stopped(text);
+      if (mark.kind != MarkKind::kLeft) return Status::Failed(text);
+      if (!has_left) has_left = Status::Failed(text);
     }
   }
-  return std::nullopt;
+  return has_left;  // unless another rank says why: that it stops, with which this one has left
 }
 
 void Marks::StartIncarnation(int64_t incarnation, const RunCounts& counts) {

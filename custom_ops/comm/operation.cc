@@ -34,8 +34,8 @@ void Operation::FinishComparison() {
   for (size_t r = 1; r < all.size(); ++r) {
     if (std::memcmp(&all[r], &all[0], sizeof(Compared)) == 0) continue;
     throw CommError("ranks have tensors of different shapes. Received: in '" + compared_name_ +
-                    "', rank 0 of the group has " + all[0].text + " and rank " + std::to_string(r) +
-                    " of the group has " + all[r].text +
+                    "', " + channel_.comm->NameOf(0) + " has " + all[0].text + " and " +
+                    channel_.comm->NameOf(static_cast<int>(r)) + " has " + all[r].text +
                     ". Call the same collectives on the same shapes on every rank.");
   }
 }

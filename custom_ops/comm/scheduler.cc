@@ -563,6 +563,8 @@ void Scheduler::GiveUpHopeless() {
     ReportFailed(reasons[i]);
     GiveUp(tasks[i], reasons[i]);
   }
+  // Of a whole run that is given up after this rank's mark, others know only by this.
+  if (!tasks.empty() && ending_) AnnounceGivenUp();
 }
 
 }  // namespace tfscale

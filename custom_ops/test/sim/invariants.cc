@@ -51,7 +51,9 @@ void Invariants::CheckHeld(int rank, const std::vector<tfscale::Event>& events,
   const int tag = scenario_.TagOf(plan, early.slot);
   const Time offset = world_.process(rank).clock_offset;
   for (const Network::Sent& sent : world_.network().sent()) {
-    const bool is_it = sent.process == rank && sent.tag >= tag && sent.tag < tag + 3 &&
+    // One byte tells a rank that its memory has been read (Transfers::Release).
+    const bool is_it = sent.process == rank && sent.bytes > 1 && sent.tag >= tag &&
+                       sent.tag < tag + 3 &&
                        world_.network().comm(sent.comm).ranks == scenario_.RanksOf(group);
     const Time time = sent.time + offset;
     if (!is_it || time < early.started_ns || time > std::min<Time>(turn, early.ended_ns)) continue;

@@ -84,7 +84,7 @@ SimRequest* Network::Send(const void* data, size_t bytes, int to, int tag, int i
   message->data.assign(request->data, request->data + bytes);
   message->source = request->data;
   world_.Note("sends", message->to_process, tag, static_cast<int64_t>(bytes));
-  sent_.push_back({world_.now(), request->process, id, tag});
+  sent_.push_back({world_.now(), request->process, id, tag, static_cast<int64_t>(bytes)});
   bytes_sent_[{id, tag}] += static_cast<int64_t>(bytes);
   const size_t pair = static_cast<size_t>(to) * of.ranks.size() + static_cast<size_t>(from);
   of.unmatched[pair].push_back(message);

@@ -84,6 +84,7 @@ class Network {
   struct Sent {
     Time time;
     int process, comm, tag;
+    int64_t bytes;
   };
   // All messages so far.
   const std::vector<Sent>& sent() const { return sent_; }
