@@ -97,8 +97,10 @@ void StallWatch::LookAtEnd(Clock::time_point now, const std::vector<int>& ranks)
   if (now - last_end_look_ < FromSeconds(std::min(0.5, WarningTime() / 4))) return;
   last_end_look_ = now;
   if (now >= next_question_) Ask(now, ranks);
-  const std::vector<int> dead = Silent(now, ranks, FromSeconds(options_.stall_shutdown_s));
-  if (!dead.empty()) {
+  const double limit_s = options_.stall_shutdown_s;
+  if (!Silent(now, ranks, FromSeconds(limit_s)).empty()) {
+    // One of them may have ended because another died, and have been heard last by chance.
+    const std::vector<int> dead = Silent(now, ranks, FromSeconds(std::min(kAnswerS, limit_s)));
     throw CommError(roster_.Name(rank_) + " has finished, and others have not answered for " +
                     "TFSCALE_STALL_SHUTDOWN_S: " + roster_.Names(dead) +
                     ". Look for a process that was stopped or has died.");

@@ -98,6 +98,13 @@ void Invariants::CheckFailures(const Programs& programs) {
     for (const std::string& name : names)
       is_named = is_named || text.find(name) != std::string::npos;
   }
+  // A rank that waits for one that waits for it says so, and the latter whom it waits for.
+  for (const std::string& text : world_.texts()) {
+    const size_t begin = std::min(text.find("waiting for "), text.size());
+    for (const std::string& name : names) {
+      is_named = is_named || text.find(name, begin) != std::string::npos;
+    }
+  }
   const bool is_one = happened_.size() == 1 && scenario_.turn == Turn::kNone &&
                       scenario_.machine.lost == 0 && happened_[0].kind == FaultKind::kDeath;
   if (is_one && has_failed && !is_named) world_.Violate("no failure names the rank that has died");

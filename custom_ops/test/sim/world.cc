@@ -375,6 +375,7 @@ void World::Note(const char* what, int64_t a, int64_t b, int64_t c) {
 
 void World::Note(const std::string& text) {
   for (char next : text) Mix(static_cast<uint64_t>(next));
+  texts_.push_back(text);
   if (!is_logged_) return;
   std::printf("%12.3f us  rank %2d  %s\n", static_cast<double>(now()) / 1000, current(),
               text.c_str());

@@ -198,6 +198,8 @@ class World {
   bool is_logged() const { return is_logged_; }
   void Note(const char* what, int64_t a = 0, int64_t b = 0, int64_t c = 0);
   void Note(const std::string& text);
+  // What was noted as text so far: what ranks print, and how they fail.
+  const std::vector<std::string>& texts() const { return texts_; }
   uint64_t digest() const { return digest_; }
 
   // An invariant does not hold. The run ends after the event.
@@ -246,6 +248,7 @@ class World {
   Time last_fault_end_ = 0;
   uint64_t digest_ = 0xCBF29CE484222325ULL;
   std::string violation_;
+  std::vector<std::string> texts_;
 };
 
 }  // namespace sim
