@@ -342,9 +342,20 @@ void Scheduler::CheckStalls() {
     if (oldest != nullptr && is_active) break;
     queue->ForEachWaiting([&](const Task& task) { look(task, false); });
   }
-  if (oldest != nullptr) {
-    stalls_.Look(now, since(*oldest), [&] { return Describe(*oldest, is_active); });
-  }
+  if (oldest == nullptr) return;
+  stalls_.Look(now, since(*oldest), [&] {
+    Wait wait = Describe(*oldest, is_active);
+    if (!is_active) return wait;
+    // Those for which others wait nearly as long: one of them may be gone, and keep the rest.
+    for (const Task& task : active_) {
+      if (IsPatient(task) || now - since(task) < (now - since(*oldest)) / 2) continue;
+      for (int rank : GroupOf(task.group).RanksOf(task.operation->WaitingFor())) {
+        const bool is_known = std::count(wait.ranks.begin(), wait.ranks.end(), rank) > 0;
+        if (!is_known) wait.ranks.push_back(rank);
+      }
+    }
+    return wait;
+  });
 }
 
 // The end of collectives that do not succeed.
