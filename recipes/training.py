@@ -14,6 +14,7 @@ import batch_growth
 import command_line
 import tfscale
 import tfscale.keras as hvd
+from rivals import with_horovod
 from run_folder import RunFolder
 
 FLAGS = flags.FLAGS
@@ -34,7 +35,8 @@ flags.DEFINE_integer("seed", 1, "Of data, initial weights and order.", lower_bou
 flags.DEFINE_string(
     "exchange", "allreduce",
     "What the ranks exchange: allreduce, chunked, ..., with options as in "
-    "chunked:replicated_dense=2,first_chunk_from=conv4_1 (docs/exchanges.md).",
+    "chunked:replicated_dense=2,first_chunk_from=conv4_1 (docs/exchanges.md); or horovod, which "
+    "is Horovod's allreduce of each gradient, to compare with.",
 )  # fmt: skip
 flags.DEFINE_integer(
     "average_every", 0,
@@ -163,6 +165,8 @@ def distributed(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     if FLAGS.average_every:
         return optimizer
+    if FLAGS.exchange == "horovod":
+        return with_horovod(optimizer)
     exchange = parse_exchange(FLAGS.exchange)
     if FLAGS.groups > 1:
         start = FLAGS.local_start

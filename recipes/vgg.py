@@ -51,6 +51,10 @@ flags.DEFINE_float(
     "Of Keras, outside of the momentum; 5e-3 equals the L2 of 5e-4 of Simonyan and Zisserman 2015.",
     lower_bound=0.0,
 )  # fmt: skip
+flags.DEFINE_float(
+    "stop_at", 0.0, "Stop after the epoch that reaches this validation accuracy; 0: never.",
+    lower_bound=0.0, upper_bound=1.0,
+)  # fmt: skip
 training.set_defaults(epochs=10, batch_size=256, learning_rate=0.01)
 
 BATCH = 256
@@ -112,6 +116,15 @@ def early_stopping() -> keras.callbacks.Callback:
     return keras.callbacks.EarlyStopping("val_accuracy", patience=FLAGS.patience, mode="max")
 
 
+class StopAt(keras.callbacks.Callback):
+    """Ends training after the epoch that reaches --stop-at."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Look at the mean over ranks, which all of them have."""
+        if (logs or {}).get("val_accuracy", 0.0) >= FLAGS.stop_at:
+            self.model.stop_training = True
+
+
 def main(_: list[str]) -> None:
     """Train, and leave the results in the run's folder."""
     is_first = training.start()
@@ -121,7 +134,8 @@ def main(_: list[str]) -> None:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    metrics = training.fit(model, train, test, BATCH, stop=early_stopping)
+    watch = StopAt() if FLAGS.stop_at else None
+    metrics = training.fit(model, train, test, BATCH, stop=early_stopping, watch=watch)
     training.save(model)
     if is_first:
         accuracy = metrics["val_accuracy"]

@@ -1,0 +1,168 @@
+r"""Whole runs to an accuracy in wall clock: the small VGG under Horovod and "auto".
+
+    python -m benchmarks step --places 1gbit --rounds 2 --models vgg_small_128 vgg_small_256 \
+        vgg_small_512 --systems horovod tfscale-auto --exchanges auto --output build/whole.json
+    sudo .venv/bin/python recipes/whole_runs.py build/whole.json
+
+Each run trains by `recipes/vgg.py` on four hosts of an emulated cluster (docs/cluster.md) until
+`--target`, with the flags of the study `vgg_to_92`. The runs take turns. The seconds of training
+are compared with the product that `time_to_accuracy.py` forms: steps until that epoch, times the
+step that `python -m benchmarks step` measured. Results go to `recipes/results/whole_runs.md`,
+`.json` and `.png`; runs that are there, in `runs/whole/`, are not run again.
+"""
+
+import json
+import runpy
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from matplotlib.figure import Figure
+
+import study_metadata
+import time_to_accuracy
+from command_line import flags_parser
+from tfscale.files import read_json_lines
+from tfscale.measure import provenance
+
+FLAGS = flags.FLAGS
+flags.DEFINE_float("target", 0.9, "Validation accuracy to reach.")
+flags.DEFINE_string("rate", "1gbit", "Of the links.")
+flags.DEFINE_list("seeds", ["1", "2"], "One run of each row for each.")
+flags.DEFINE_string("runs", "runs/whole", "Folder of the runs.")
+
+_HERE = Path(__file__).parent
+_STUDY = runpy.run_path(str(_HERE / "studies" / "vgg_to_92.py"))
+_IMAGES, _RANKS, _MOST_EPOCHS = 60000, 4, 11  # of it; the rate has not decayed by then
+_GROWING = {"exchange": "auto", "adaptive_batch": 512, "warmup_epochs": 0}
+# Name: the system whose steps are measured, flags beside those of the study.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Horovod": ("horovod", {"exchange": "horovod"}),
+    "auto": ("tfscale-auto", {"exchange": "auto"}),
+    "auto, batch doubled every 2 epochs": ("tfscale-auto", {**_GROWING, "adaptive_interval": 2}),
+    "auto, batch grown by theta": ("tfscale-auto", _GROWING),
+}
+# Further from its product than this, a row's product is not to be trusted.
+_AGREES = 0.05
+
+
+def command(row: str, seed: str, folder: Path) -> list[str]:
+    """The command of one run."""
+    given = {**_STUDY["FLAGS"], "batch_size": 128, **ROWS[row][1], "epochs": _MOST_EPOCHS}
+    given |= {"seed": seed, "run_dir": folder.parent, "run_name": folder.name}
+    given |= {"stop_at": FLAGS.target}
+    given.pop("interval")  # of local SGD
+    recipe = [sys.executable, str(_HERE / "vgg.py"), *(f"--{k}={v}" for k, v in given.items())]
+    place = ["-np", str(_RANKS), "--rate", FLAGS.rate]
+    return [sys.executable, "-m", "tools.cluster", "run", *place, "--", *recipe]
+
+
+def seconds_to_target(folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """The epochs until the target is reached, and their seconds of training together.
+
+    Raises:
+        SystemExit: The run has not reached it.
+    """
+    epochs = read_json_lines(folder / "metrics.jsonl")
+    if not _has_reached(folder):
+        sys.exit(f"{folder} must reach --target. Received: {epochs[-1:]}. Train for more epochs.")
+    return epochs, sum(epoch["train_seconds"] for epoch in epochs)
+
+
+def _has_reached(folder: Path) -> bool:
+    epochs = read_json_lines(folder / "metrics.jsonl")
+    return bool(epochs) and epochs[-1]["val_accuracy"] >= FLAGS.target
+
+
+def _product(row: str, epochs: list[dict[str, Any]], benchmarks: list[dict[str, Any]]) -> float:
+    batches = sorted({int(epoch["batch_size"]) for epoch in epochs})
+    cases = {batch: f"vgg_small_{batch}" for batch in batches}
+    steps = time_to_accuracy.measured(benchmarks, ROWS[row][0], FLAGS.rate, cases)
+    counts = (_IMAGES // int(epoch["batch_size"]) for epoch in epochs)
+    own = (steps.seconds[int(epoch["batch_size"])] for epoch in epochs)
+    return sum(count * seconds for count, seconds in zip(counts, own, strict=True))
+
+
+def _draw(runs: list[dict[str, Any]], path: Path) -> None:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for number, row in enumerate(ROWS):
+        for run in (run for run in runs if run["row"] == row):
+            ends, total = [], 0.0
+            for epoch in run["epochs"]:
+                total += epoch["train_seconds"] / 60
+                ends.append(total)
+            values = [100 * epoch["val_accuracy"] for epoch in run["epochs"]]
+            label = row if run["seed"] == FLAGS.seeds[0] else None
+            axes.plot(ends, values, "o-", ms=3, lw=1.3, color=f"C{number}", label=label)
+    axes.axhline(100 * FLAGS.target, color="0.5", lw=0.8)
+    axes.set(xlabel="Minutes of training", ylabel="Validation accuracy, %", ylim=(70, None))
+    axes.set_xlim(0, None)
+    axes.set_title(
+        f"A small VGG on all of Fashion-MNIST, 4 hosts, {FLAGS.rate}: whole runs", fontsize=10
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
+def _table(runs: list[dict[str, Any]]) -> list[str]:
+    head = ["trained as", "seeds", "epochs", "steps", "minutes of training", "with validation"]
+    head += ["product of steps and epochs", "run / product"]
+    lines = [head, ["---"] * len(head)]
+    for row in ROWS:
+        own = [run for run in runs if run["row"] == row]
+        mean = {key: statistics.mean(run[key] for run in own) for key in own[0] if key[0] == "n"}
+        ratio = mean["n_train_s"] / mean["n_product_s"]
+        product = f"{mean['n_product_s'] / 60:.2f}"
+        cells = [row, str(len(own)), ", ".join(str(len(run["epochs"])) for run in own)]
+        cells += [f"{mean['n_steps']:.0f}", f"{mean['n_train_s'] / 60:.2f}"]
+        cells += [f"{mean['n_seconds'] / 60:.2f}"]
+        cells += [product if abs(ratio - 1) <= _AGREES else f"({product})", f"{ratio:.2f}"]
+        lines.append(cells)
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def main(arguments: list[str]) -> None:
+    """Run what is missing, and write the table."""
+    if len(arguments) != 2:
+        sys.exit(f"The results of benchmarks must be given. Received: {arguments[1:]}. See --help.")
+    benchmarks = json.loads(Path(arguments[1]).read_text(encoding="utf-8"))
+    made = provenance.describe()
+    runs: list[dict[str, Any]] = []
+    for seed in FLAGS.seeds:
+        for row in ROWS:
+            folder = Path(FLAGS.runs) / f"{row.replace(', ', '-').replace(' ', '-')}-seed{seed}"
+            words = command(row, seed, folder)
+            key = " ".join(words[1:])
+            if study_metadata.read(folder).get("key") != key or not _has_reached(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                study_metadata.write(folder, key, made)
+                print(f"{row}, seed {seed}", flush=True)
+                subprocess.run(words, check=True, cwd=_HERE.parent)
+            epochs, train_s = seconds_to_target(folder)
+            n_steps = sum(_IMAGES // int(epoch["batch_size"]) for epoch in epochs)
+            numbers = {"n_steps": n_steps, "n_train_s": train_s, "n_seconds": epochs[-1]["seconds"]}
+            numbers["n_product_s"] = _product(row, epochs, benchmarks["runs"])
+            by = {k: v for k, v in study_metadata.read(folder).items() if k != "key"}
+            runs.append({"row": row, "seed": seed, **by, **numbers, "epochs": epochs})
+    where = Path(FLAGS.output or _HERE / "results" / "whole_runs")  # --output of time_to_accuracy
+    title = f"Whole runs to {100 * FLAGS.target:g} %: a small VGG, all of Fashion-MNIST"
+    text = [f"# {title}", "", f"![{title}](whole_runs.png)", "", *_table(runs), ""]
+    text += [f"Four emulated hosts with links of {FLAGS.rate} that share two cores."]
+    text += ["Products in brackets are more than 5 % from the run.", ""]
+    text += ["Made by `python recipes/whole_runs.py` (its first lines say how)", ""]
+    text += [f"* Commit: {', '.join(sorted({run['commit'] for run in runs}))}"]
+    text += [f"* Machine: {', '.join(sorted({run['machine'] for run in runs}))}"]
+    where.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    content = {"target": FLAGS.target, "rate": FLAGS.rate, "runs": runs}
+    where.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    _draw(runs, where.with_suffix(".png"))
+    print("\n".join(text))
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=flags_parser())
