@@ -506,10 +506,16 @@ void Scheduler::GiveUpWaiting(int plan) {
     // come on all members. Else those to whom they have come are told.
     if (queue.is_whole()) return;
   }
-  for (Task& task : queue.TakeIf([](const Task&) { return true; })) {
-    queue.Uncount(task);
-    GiveUp(task, ending_.value_or(StepFailedHere()));
-  }
+  const auto give_up = [&](auto is_chosen) {
+    for (Task& task : queue.TakeIf(is_chosen)) {
+      queue.Uncount(task);
+      GiveUp(task, ending_.value_or(StepFailedHere()));
+    }
+  };
+  give_up([](const Task& task) { return task.is_cancelled != nullptr; });
+  // What an earlier step posted, of a run that is whole, others wait for before they come to the
+  // slots that this step still waits for.
+  give_up([&](const Task& task) { return task.execution >= queue.n_complete_executions(); });
 }
 
 // Runs that have begun here and not on another rank, whose step ends too, are known to it by the

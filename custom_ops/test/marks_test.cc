@@ -80,6 +80,25 @@ TEST(AStepThatFailsOnARankEndsWhatWaitsThere) {
   plan.Run(2);
 }
 
+// What the step before has posted comes to an end: other ranks wait for it before their next one.
+TEST(AStepThatFailsLeavesWholeRunsWaiting) {
+  EngineOptions options = SmallOptions();
+  options.window_bytes = 1;  // one after another
+  Job job(options);
+  if (job.size() == 1) return;
+  const SumPlan plan(job, "train", 2);
+  if (job.rank() == 0) SleepMs(20);  // the first slot is under way on the others, the last waits
+  std::vector<Sum> whole = plan.PostAll(0);
+  if (job.rank() != 0) {
+    Sum begun = plan.Post(0, 1);
+    job.engine().GiveUpWaiting(plan.id());
+    CHECK_CONTAINS(begun.Wait().message, "The step failed on this rank.");
+  }
+  for (Sum& sum : whole) sum.Check();
+  StartTogether(job, 1);
+  plan.Run(2);
+}
+
 TEST(StepsThatAPeerDoesNotJoinAreGivenUp) {
   Job job;
   if (job.size() == 1) return;
