@@ -44,11 +44,6 @@ def fc1() -> keras.Model:
     return keras.Sequential([keras.Input((25088,)), keras.layers.Dense(4096)])
 
 
-def fashion_resnet20() -> keras.Model:
-    """Return ResNet-20 for pictures of Fashion-MNIST."""
-    return resnet(20, FASHION)
-
-
 def small_vgg() -> keras.Model:
     """Return the network of 0.7 million parameters that studies train on Fashion-MNIST."""
     return vgg(VGG_SMALL, FASHION, (512,), 10, dropout=0.0)
@@ -80,10 +75,7 @@ WORKLOADS = {
     "resnet50_128": Workload(lambda: resnet50((64, 64, 3)), 128, (64, 64, 3), 1000),
     "resnet50_256": Workload(lambda: resnet50((64, 64, 3)), 256, (64, 64, 3), 1000),
     "resnet20": Workload(lambda: resnet(20), 64, (32, 32, 3), 10),
-    # What the recipes train on Fashion-MNIST, with the first and the last batch of a growing one.
-    "resnet8_64": Workload(lambda: resnet(8, FASHION), 64, FASHION, 10),
-    "resnet8_512": Workload(lambda: resnet(8, FASHION), 512, FASHION, 10),
-    **{f"resnet20_{n}": Workload(fashion_resnet20, n, FASHION, 10) for n in (128, 256, 512)},
+    # What recipes/whole_runs.py trains on Fashion-MNIST, with the batches of a growing one.
     **{f"vgg_small_{n}": Workload(small_vgg, n, FASHION, 10) for n in (128, 256, 512)},
     # Whose steps take a few milliseconds.
     "lstm": Workload(lstm, 64, FASHION[:2], 10),

@@ -1,4 +1,4 @@
-"""ResNet-20 on half of Fashion-MNIST, for minutes to 90 % and 92 %."""
+"""ResNet-20 on half of Fashion-MNIST, to 90 % and 92 %."""
 
 from study_columns import first_with, share_at_largest, steps
 
@@ -6,8 +6,8 @@ _epochs, _images, _decays = 7, 30000, (4, 6)
 
 TITLE = f"ResNet-20 on {_images} pictures of Fashion-MNIST, {_epochs} epochs"
 SHOWS = f"""
-ResNet-20 learns {_images} pictures for {_epochs} epochs on two ranks, to be joined with step
-times by `time_to_accuracy.py`: minutes to 90 % and 92 %. Batches of 128 in step, local SGD with
+ResNet-20 learns {_images} pictures for {_epochs} epochs on two ranks.
+Batches of 128 in step, local SGD with
 batches of 128 in each of two groups and an average every 8 steps, and `AdaptiveBatchSize`, whose
 batch doubles to 256 after the second epoch (K = 2 is given: theta decides nothing); at later ends
 of its interval the rate decays instead.

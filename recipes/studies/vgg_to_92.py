@@ -1,4 +1,4 @@
-"""A small VGG on all of Fashion-MNIST, for minutes to 90 % and 92 %."""
+"""A small VGG on all of Fashion-MNIST, to 90 % and 92 %."""
 
 from study_columns import first_with, share_at_largest, steps
 
@@ -6,9 +6,9 @@ _epochs, _images, _decays = 16, 60000, (11, 15)
 
 TITLE = "A small VGG on all of Fashion-MNIST"
 SHOWS = f"""
-A VGG of 0.7 million parameters with dropout learns all {_images} pictures for {_epochs} epochs, to
-be joined with step times by `time_to_accuracy.py`: minutes to 90 % and 92 %. Batches of 128 in
-step (any number of ranks follows this trajectory: there is no batch normalization), local SGD with
+A VGG of 0.7 million parameters with dropout learns all {_images} pictures for {_epochs} epochs.
+Batches of 128 in step (any number of ranks follows this trajectory: there is no batch
+normalization), local SGD with
 batches of 128 in each group and an average every 8 steps, and `AdaptiveBatchSize`, whose batch
 doubles after the second and the fourth epoch, to 512 (K = 2 is given: theta decides nothing). The
 rate of the batch of 128, 0.01, is

@@ -211,6 +211,18 @@ def ratios(group: str, longer: str, shorter: str) -> str:
     return " and ".join(f"{long / short:.2f}" for long, short in pairs)
 
 
+def whole_run(row: str) -> dict:
+    """Return the run of `whole_runs` that trained so."""
+    (found,) = (r for r in content(RESULTS / "whole_runs.json")["runs"] if r["row"] == row)
+    return found
+
+
+def last_of_batches(row: str) -> str:
+    """Return the seconds of the last epoch in batches of each size."""
+    last = {epoch["batch_size"]: epoch["train_seconds"] for epoch in whole_run(row)["epochs"]}
+    return ", ".join(f"{last[batch]:.1f}" for batch in (128, 256, 512))
+
+
 def overlap(cases: Iterable[str]) -> tuple[str, str]:
     """Return the overlap ratios R and the milliseconds of a step, by case."""
     percent, step = [], []
@@ -381,6 +393,14 @@ def expected() -> dict[str, str]:
         "D, linear": f"D is {distances(('2 groups', '4 groups', '8 groups'))}",
         "D, fixed": "D is "
         + distances(("2 groups, fixed rate", "4 groups, fixed rate", "8 groups, fixed rate")),
+        "whole": "{:.2f} minutes instead of {:.2f} with 128 throughout".format(
+            *(
+                whole_run(row)["n_train_s"] / 60
+                for row in ("auto, batch doubled every 2 epochs", "auto")
+            )
+        ),
+        "whole, epochs": "in batches of 128, 256, 512 takes "
+        + last_of_batches("auto, batch doubled every 2 epochs"),
         "interval": percents(
             "local_sgd_fashion", ("4 groups, I = 2", "4 groups", "4 groups, I = 16")
         )
