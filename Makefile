@@ -1,4 +1,4 @@
-# make train | test | test-all | test-ranks | test-ray | check | venv | build | horovod | ddp | bench-quick | bench | bench-full | bench-against | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | docs | clean
+# make train | test | test-all | test-ranks | test-ray | check | venv | build | horovod | ddp | bench-quick | bench | bench-full | bench-against | release-check | thesis-scaling | adaptive-study | local-sgd-study | soak | faults | faults-random | leaks | replay | replay-quick | wheel | bazel | test-versions | format | docs | clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,7 +20,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv library build horovod ddp train test test-all test-venv test-ranks test-ray check bench bench-quick bench-full bench-against bazel test-versions wheel thesis-scaling \
+.PHONY: venv library build horovod ddp train test test-all test-venv test-ranks test-ray check bench bench-quick bench-full bench-against release-check bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format docs
 
 venv: $(VENV)/.installed
@@ -181,6 +181,10 @@ replay replay-quick: build
 # three exchanges, ratio new / old with its interval. Six minutes on two idle cores.
 bench-against: build
 	@$(BIN)/python tools/step_times.py --base $(BASE) $(ARGS_BENCH)
+
+# Published measurements that are older than the last change of the engine. Before a release: none.
+release-check: venv
+	@$(BIN)/python tools/release_check.py
 
 # kill -9 of a random rank at 20 random moments; CI does three.
 faults-random: build
