@@ -1,5 +1,6 @@
 """The picture of a study: curves over epochs, last epochs, and what a study compares."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ _OF_UPDATES = {
     "distance": "||w_0 - w||",
     "gradient_norm": "||g||, mean gradient of a batch",
 }
+_TITLE_CHARACTERS = 100  # in a line
 _OF_MAKING = ("commit", "machine")
 _LIMITS = ("limit of the mean", "limit of the upper bound")
 Draw = Callable[[Axes], None]
@@ -55,7 +57,8 @@ def figure(study: Study, outcomes: Sequence[Outcome]) -> Figure:
     counts = sorted({len(runs) for runs in own.values()})
     seeds = " to ".join(map(str, {counts[0]: 0, counts[-1]: 0}))
     band = "" if counts[-1] == 1 else "; bands from the lowest to the highest"
-    result.suptitle(f"{study.title} ({seeds} seed{'s' * (counts[-1] > 1)}{band})")
+    title = f"{study.title} ({seeds} seed{'s' * (counts[-1] > 1)}{band})"
+    result.suptitle(textwrap.fill(title, _TITLE_CHARACTERS))
     made = [part for outcome in outcomes for part in outcome.made]
     commits, machines = (sorted({part[k] for part in made if k in part}) for k in _OF_MAKING)
     result.supxlabel(f"commit {', '.join(commits)}; {'; '.join(machines)}", fontsize=8, color="0.4")
