@@ -30,7 +30,8 @@ class Evidence:
     """Points of accuracy that one configuration lost against exact training in one study.
 
     Attributes:
-        what: "int8" and "int4" of gradients, or averages of local SGD: "interval 8".
+        what: "int8" and "int4" of gradients, or averages of local SGD: "interval 8"; "second half"
+            is an interval of 8 after half of the epochs in step.
         kind: The kind of model.
         groups: Groups that trained apart; 1 for gradients.
         lost: Points of accuracy, a mean over seeds.
@@ -60,6 +61,11 @@ EVIDENCE = (
     Evidence(
         *("interval 8", PICTURES, 4, 2.35, 3.75),
         *("local_sgd_groups.md", "4 groups, averages overlap"),
+    ),
+    Evidence("second half", PICTURES, 2, 0.17, 0.29, "local_sgd_rules.md", "post-local"),
+    Evidence(
+        *("interval 30, sparse", PICTURES, 2, 3.53, 3.98),
+        *("local_sgd_rules.md", "sparse, interval 30"),
     ),
 )
 
@@ -141,7 +147,13 @@ def options_of(scenario: Scenario) -> list[Option]:
         code = f"compression=tfscale.Compression.{bits}"
         sent = n_bytes * _SHARES[bits]
         options.append(Option(f"{bits} gradients", code, step_s, sent, _find(bits, kind, 1)))
-    return [*options, *_local(scenario, exact.compute_s, kind)] if n > 1 else options
+    if n == 1:
+        return options
+    local = list(_local(scenario, exact.compute_s, kind))
+    code = f'exchange=tfscale.LocalSGD({n}, 8, start=EPOCHS // 2, overlap="auto")'
+    step_s, sent = (exact.step_s + local[0].step_s) / 2, (n_bytes + local[0].sent_bytes) / 2
+    half = _find("second half", kind, n)
+    return [*options, Option("local SGD in the second half", code, step_s, sent, half), *local]
 
 
 def _local(scenario: Scenario, compute_s: float, kind: str) -> Iterator[Option]:
