@@ -32,7 +32,7 @@ bool Program::IsTurn(Turn turn, int fit, int epoch) const {
 }
 
 void Program::Compute() {
-  if (!random().Chance(0.5)) return;
+  if (!scenario_.has_gaps && random().Chance(0.5)) return;
   world_.Sleep(random().Scale(scenario_.least_compute, scenario_.most_compute), "computes");
 }
 

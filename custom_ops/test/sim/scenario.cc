@@ -52,7 +52,9 @@ PlanDraw DrawPlan(Random& random, const Scenario& scenario, int number) {
   PlanDraw plan;
   plan.name = "plan" + std::to_string(number);
   if (number > 0) {
-    plan.group = static_cast<int>(random.Below(static_cast<int64_t>(scenario.groups.size())));
+    const int64_t n_groups = static_cast<int64_t>(scenario.groups.size());
+    plan.group =
+        static_cast<int>(scenario.are_others_apart ? n_groups - 1 : random.Below(n_groups));
   }
   const int n = static_cast<int>(scenario.groups[static_cast<size_t>(plan.group)].size());
   const size_t most = static_cast<size_t>(random.Of(std::vector<int>{8, 100, 600}));
@@ -90,6 +92,7 @@ PlanDraw DrawPlan(Random& random, const Scenario& scenario, int number) {
 // Each rank on a host of its own.
 void PutApart(Scenario* scenario) {
   std::vector<int>& hosts = scenario->machine.host_of;
+  hosts.resize(static_cast<size_t>(scenario->machine.n_ranks));
   std::iota(hosts.begin(), hosts.end(), 0);
   scenario->options.ranks_per_host = 0;
 }
@@ -148,9 +151,10 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
     scenario.machine.bytes_per_ns = 0.02;
     scenario.machine.eager_bytes = 64;
     scenario.options.chunk_bytes = 128;
-    // On hosts of one rank, and before another collective comes: they overtake.
+    // Of few ranks on hosts of their own, before another collective comes: they overtake.
     scenario.has_gaps = random.Chance(0.5);
     if (scenario.has_gaps) {
+      if (choice.n_ranks == 0) scenario.machine.n_ranks = static_cast<int>(random.Between(2, 3));
       scenario.least_compute = random.Scale(10 * kMicro, 300 * kMicro);
       scenario.machine.latency = random.Scale(kMicro, 10 * kMicro);
       scenario.machine.jitter = random.Scale(100, 10 * kMicro);
@@ -161,9 +165,11 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   scenario.groups.emplace_back();
   for (int rank = 0; rank < n_ranks; ++rank) scenario.groups[0].push_back(rank);
   scenario.turn_rank = static_cast<int>(random.Below(n_ranks));
-  while (scenario.groups.size() < 3 && n_ranks > 1 && random.Chance(0.4)) {
+  scenario.are_others_apart = n_ranks > 2 && random.Chance(0.15);
+  while (scenario.groups.size() < 3 && n_ranks > 1 &&
+         (random.Chance(0.4) || (scenario.are_others_apart && scenario.groups.size() == 1))) {
     std::vector<int> members;
-    const bool is_of_others = random.Chance(0.3);
+    const bool is_of_others = scenario.are_others_apart || random.Chance(0.3);
     for (int rank = 0; rank < n_ranks; ++rank) {
       const bool is_member = is_of_others ? rank != scenario.turn_rank : random.Chance(0.6);
       if (is_member) members.push_back(rank);

@@ -55,6 +55,7 @@ struct Scenario {
   Time least_compute = 0, most_compute = 0;
   bool has_long_gathers = false;  // on slow links, beside other collectives
   bool has_gaps = false;          // which gathers fill
+  bool are_others_apart = false;  // plans but the first are of all but the rank that departs
 
   const std::vector<int>& RanksOf(int group) const { return groups[static_cast<size_t>(group)]; }
   // The first tag of a slot in the first incarnation, as Group::SlotTag says.
