@@ -73,7 +73,8 @@ void Invariants::CheckHeld(int rank, const std::vector<tfscale::Event>& events,
   }
 }
 
-// A rank that waits for one that has died says so, in whatever collective.
+// A rank that waits for one that has died says so, in whatever collective. One that has sent a part
+// of it is not named before those that have not.
 void Invariants::CheckWait(const std::string& text) {
   const size_t place = text.find(" has waited ");
   const int rank = world_.current();

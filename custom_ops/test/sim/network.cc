@@ -342,8 +342,9 @@ bool Network::HasWaited(int process, int peer, const std::vector<int>& ranks, in
   const auto is_it = [&](int id, int tag) {
     return tag >= first && tag < end && comms_[static_cast<size_t>(id)]->ranks == ranks;
   };
-  for (auto it = sent_.rbegin(); it != sent_.rend() && it->time > world_.now() - time; ++it) {
-    if (is_it(it->comm, it->tag)) return false;
+  for (const Sent& sent : sent_) {
+    const bool says_no = sent.process == peer || sent.time > world_.now() - time;
+    if (says_no && is_it(sent.comm, sent.tag)) return false;
   }
   return std::any_of(requests_.begin(), requests_.end(), [&](const SimRequest* request) {
     return request->process == process && request->is_receive && !request->is_complete &&

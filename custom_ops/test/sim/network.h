@@ -89,7 +89,7 @@ class Network {
   // All messages so far.
   const std::vector<Sent>& sent() const { return sent_; }
   // Whether `process` has long expected a message of `peer` in communicators of these ranks, with
-  // tags in [first, end): no member has sent such a message for `time`.
+  // tags in [first, end): it has sent none, and no member has for `time`.
   bool HasWaited(int process, int peer, const std::vector<int>& ranks, int first, int end,
                  Time time) const;
   // What was sent so far in communicators of these ranks, with tags in [first, end).
