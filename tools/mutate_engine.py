@@ -54,6 +54,8 @@ FIXES = {
         "if (kind == MarkKind::kLeft) mark.counts = past_counts_;",
         "",
     ),
+    # Survives: the members hear by the next mark of this rank, or its next announcement, that the
+    # run is given up, and its step is applied on no rank either way.
     "a stop ends what a smaller group has begun": (
         "scheduler",
         "    if (queue.is_whole()) return;\n",
@@ -103,8 +105,8 @@ FIXES = {
     ),
     "an early gather outlives its step": (
         "scheduler",
-        "\n      TakeActive([&](const Task& task) { return is_stranded(task) && is_early(task); });",
-        " {};",
+        "return is_stranded(task) && is_early(task);",
+        "return is_early(task) && false;",
     ),
 }
 # Seeds in a process, which ends after so many seconds of a core: a mutant may never end.

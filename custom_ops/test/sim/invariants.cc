@@ -1,8 +1,6 @@
 #include "test/sim/invariants.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 
 #include "test/sim/network.h"
 #include "test/sim/program.h"
@@ -73,32 +71,6 @@ void Invariants::CheckHeld(int rank, const std::vector<tfscale::Event>& events,
   }
 }
 
-// A rank that waits for one that has died says so, in whatever collective. One that has sent a part
-// of it is not named before those that have not.
-void Invariants::CheckWait(const std::string& text) {
-  const size_t place = text.find(" has waited ");
-  const int rank = world_.current();
-  if (place == std::string::npos || rank < 0 || text.rfind("[tfscale] ", 0) != 0) return;
-  const double waited_s = std::atof(text.c_str() + place + std::strlen(" has waited "));
-  // Collectives that moved a little later need not be named, and messages take their time.
-  const Time time = static_cast<Time>(waited_s * 0.7 * static_cast<double>(kSecond)) + 50 * kMilli;
-  for (const Fault& fault : happened_) {
-    const std::string name = "rank " + std::to_string(fault.process) + " ";
-    if (fault.kind != FaultKind::kDeath || text.find(name, place) != std::string::npos) continue;
-    for (size_t p = 0; p < scenario_.plans.size(); ++p) {
-      const PlanDraw& plan = scenario_.plans[p];
-      const int first = scenario_.TagOf(static_cast<int>(p), 0);
-      const int end = scenario_.TagOf(static_cast<int>(p), static_cast<int>(plan.slots.size()));
-      for (int tag = first; tag < end; tag += (end - first) / static_cast<int>(plan.slots.size())) {
-        const std::vector<int>& ranks = scenario_.RanksOf(plan.group);
-        if (!world_.network().HasWaited(rank, fault.process, ranks, tag, tag + 3, time)) continue;
-        world_.Violate("rank " + std::to_string(rank) + " waits for " + name + "too: " + text);
-        return;
-      }
-    }
-  }
-}
-
 // A rank is said not to answer only where it has died or ended.
 void Invariants::CheckText(const Programs& programs, const std::string& text) {
   const bool are_deaths =
@@ -112,7 +84,6 @@ void Invariants::CheckText(const Programs& programs, const std::string& text) {
     begin = text.find(" not answered for ");
     end = text.find(". Look", begin);
   }
-  if (are_deaths) CheckWait(text);
   if (!are_deaths || begin >= end) return;
   const std::string silent = text.substr(begin, end - begin);
   for (int rank = 0; rank < world_.size(); ++rank) {

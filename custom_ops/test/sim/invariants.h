@@ -62,7 +62,6 @@ class Invariants {
   void CheckHeld(int rank, const std::vector<tfscale::Event>& events, const tfscale::Event& early,
                  const std::vector<int>& plans, int plan, Time turn);
   void CheckFailures(const Programs& programs);
-  void CheckWait(const std::string& text);
   void CheckBytes();
 
   const Scenario& scenario_;

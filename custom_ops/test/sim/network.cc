@@ -111,7 +111,6 @@ SimRequest* Network::Receive(void* data, size_t bytes, int from, int tag, int id
   Comm& of = comm(id);
   auto* request =
       new SimRequest{world_.current(), id, from, tag, true, static_cast<char*>(data), bytes};
-  request->posted = world_.now();
   request->place = requests_.size();
   requests_.push_back(request);
   ++n_requests_[static_cast<size_t>(request->process)];
@@ -335,22 +334,6 @@ Network::Sum Network::BytesSent(const std::vector<int>& ranks, int first, int en
     sum.longest = std::max(sum.longest, of_tag.longest);
   }
   return sum;
-}
-
-bool Network::HasWaited(int process, int peer, const std::vector<int>& ranks, int first, int end,
-                        Time time) const {
-  const auto is_it = [&](int id, int tag) {
-    return tag >= first && tag < end && comms_[static_cast<size_t>(id)]->ranks == ranks;
-  };
-  for (const Sent& sent : sent_) {
-    const bool says_no = sent.process == peer || sent.time > world_.now() - time;
-    if (says_no && is_it(sent.comm, sent.tag)) return false;
-  }
-  return std::any_of(requests_.begin(), requests_.end(), [&](const SimRequest* request) {
-    return request->process == process && request->is_receive && !request->is_complete &&
-           !request->is_matched && request->posted < world_.now() - time &&
-           is_it(request->comm, request->tag) && ranks[static_cast<size_t>(request->peer)] == peer;
-  });
 }
 
 int64_t Network::n_unmatched() const {

@@ -88,10 +88,6 @@ class Network {
   };
   // All messages so far.
   const std::vector<Sent>& sent() const { return sent_; }
-  // Whether `process` has long expected a message of `peer` in communicators of these ranks, with
-  // tags in [first, end): it has sent none, and no member has for `time`.
-  bool HasWaited(int process, int peer, const std::vector<int>& ranks, int first, int end,
-                 Time time) const;
   // What was sent so far in communicators of these ranks, with tags in [first, end).
   struct Sum {
     int64_t bytes = 0, longest = 0;
@@ -140,7 +136,6 @@ struct SimRequest {
   size_t n_received = 0;
   size_t place = 0;  // among all
   sim::Message* message = nullptr;
-  sim::Time posted = 0;  // of a receive
 };
 
 #endif  // TFSCALE_TEST_SIM_NETWORK_H_
