@@ -54,6 +54,8 @@ FIXES = {
         "if (kind == MarkKind::kLeft) mark.counts = past_counts_;",
         "",
     ),
+    # Survives: the members hear by the next mark of this rank, or its next announcement, that the
+    # run is given up, and its step is applied on no rank either way.
     "a stop ends what a smaller group has begun": (
         "scheduler",
         "    if (queue.is_whole()) return;\n",
@@ -76,6 +78,36 @@ FIXES = {
     ),
     "notices after the last mark": ("marks", "if (has_seen_all_) return;", ""),
     "a decoded change gather seems to move": ("gather", "  has_computed_ = false;\n", ""),
+    "only the oldest collective says whom it waits for": (
+        "scheduler",
+        "    if (!is_active) return wait;\n",
+        "    return wait;\n",
+    ),
+    "only ranks silent for the limit are named at the end": (
+        "stall_watch",
+        "FromSeconds(std::min(kAnswerS, limit_s))",
+        "FromSeconds(limit_s)",
+    ),
+    "a rank that left with another's stop has failed": (
+        "marks",
+        "if (mark.kind != MarkKind::kLeft) return Status::Failed(text);",
+        "return Status::Failed(text);",
+    ),
+    "runs given up after a mark are not announced": (
+        "scheduler",
+        "if (!tasks.empty() && ending_) AnnounceGivenUp();",
+        "",
+    ),
+    "failures name ranks of the group": (
+        "communicator",
+        "in_world_.empty() ? rank : in_world_[static_cast<size_t>(rank)]",
+        "rank",
+    ),
+    "an early gather outlives its step": (
+        "scheduler",
+        "return is_stranded(task) && is_early(task);",
+        "return is_early(task) && false;",
+    ),
 }
 # Seeds in a process, which ends after so many seconds of a core: a mutant may never end.
 BATCH, BATCH_S = 100, 40

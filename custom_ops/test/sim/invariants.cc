@@ -71,6 +71,32 @@ void Invariants::CheckHeld(int rank, const std::vector<tfscale::Event>& events,
   }
 }
 
+// A rank is said not to answer only where it has died or ended.
+void Invariants::CheckText(const Programs& programs, const std::string& text) {
+  const bool are_deaths =
+      scenario_.machine.lost == 0 &&
+      std::all_of(happened_.begin(), happened_.end(), [](const Fault& fault) {
+        return fault.kind == FaultKind::kDeath || fault.kind == FaultKind::kFail;
+      });
+  size_t end = std::min(text.find(" does not answer"), text.find(" do not answer"));
+  size_t begin = end == std::string::npos ? end : text.rfind("; ", end);
+  if (end == std::string::npos) {
+    begin = text.find(" not answered for ");
+    end = text.find(". Look", begin);
+  }
+  if (!are_deaths || begin >= end) return;
+  const std::string silent = text.substr(begin, end - begin);
+  for (int rank = 0; rank < world_.size(); ++rank) {
+    const Program& program = *programs[static_cast<size_t>(rank)];
+    const bool may_be_silent = world_.process(rank).is_dead || world_.process(rank).has_ended ||
+                               program.is_leaving || !program.failure.empty();
+    if (may_be_silent) continue;
+    if (silent.find("rank " + std::to_string(rank) + " ") == std::string::npos) continue;
+    world_.Violate("rank " + std::to_string(rank) + " lives and answers, and yet: " + text);
+    return;
+  }
+}
+
 // Which failures may be, and whom they name.
 void Invariants::CheckFailures(const Programs& programs) {
   const auto limit =
@@ -127,10 +153,17 @@ void Invariants::CheckBytes() {
         is_known = is_known && bytes.has_value();
         expected += bytes.value_or(0);
       }
-      const int64_t sent = world_.network().BytesSent(ranks, tag, tag + 3);
-      if (is_known && sent != expected) {
-        world_.Violate(std::string(NameOf(plan.slots[slot].kind)) + " sends " +
-                       std::to_string(sent) + " bytes, by the formula " + std::to_string(expected));
+      const Network::Sum sent = world_.network().BytesSent(ranks, tag, tag + 3);
+      const std::string name = NameOf(plan.slots[slot].kind);
+      if (is_known && sent.bytes != expected) {
+        world_.Violate(name + " sends " + std::to_string(sent.bytes) + " bytes, by the formula " +
+                       std::to_string(expected));
+      }
+      const auto longest = LongestMessage(plan.slots[slot], scenario_.NumHosts(plan.group),
+                                          scenario_.options.chunk_bytes);
+      if (longest && sent.longest > *longest) {
+        world_.Violate(name + " sends " + std::to_string(sent.longest) +
+                       " bytes at once, in chunks of " + std::to_string(*longest));
       }
     }
   }

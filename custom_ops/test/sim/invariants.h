@@ -49,6 +49,8 @@ class Invariants {
   // Of a rank whose plans have these ids; plans of a later incarnation repeat the executions.
   void CheckEvents(int rank, const std::vector<tfscale::Event>& events,
                    const std::vector<int>& plans, bool are_repeated);
+  // Of what a rank prints, or why it fails, when it does.
+  void CheckText(const Programs& programs, const std::string& text);
   // After the run.
   void CheckEnd(const Programs& programs);
 

@@ -85,7 +85,9 @@ SimRequest* Network::Send(const void* data, size_t bytes, int to, int tag, int i
   message->source = request->data;
   world_.Note("sends", message->to_process, tag, static_cast<int64_t>(bytes));
   sent_.push_back({world_.now(), request->process, id, tag, static_cast<int64_t>(bytes)});
-  bytes_sent_[{id, tag}] += static_cast<int64_t>(bytes);
+  Sum& sum = bytes_sent_[{id, tag}];
+  sum.bytes += static_cast<int64_t>(bytes);
+  sum.longest = std::max(sum.longest, static_cast<int64_t>(bytes));
   const size_t pair = static_cast<size_t>(to) * of.ranks.size() + static_cast<size_t>(from);
   of.unmatched[pair].push_back(message);
   if (message->is_eager && random.Chance(0.9)) {
@@ -323,13 +325,15 @@ std::vector<std::string> Network::Outstanding() const {
   return lines;
 }
 
-int64_t Network::BytesSent(const std::vector<int>& ranks, int first, int end) const {
-  int64_t bytes = 0;
-  for (const auto& [where, n] : bytes_sent_) {
+Network::Sum Network::BytesSent(const std::vector<int>& ranks, int first, int end) const {
+  Sum sum;
+  for (const auto& [where, of_tag] : bytes_sent_) {
     const auto [id, tag] = where;
-    if (tag >= first && tag < end && comms_[static_cast<size_t>(id)]->ranks == ranks) bytes += n;
+    if (tag < first || tag >= end || comms_[static_cast<size_t>(id)]->ranks != ranks) continue;
+    sum.bytes += of_tag.bytes;
+    sum.longest = std::max(sum.longest, of_tag.longest);
   }
-  return bytes;
+  return sum;
 }
 
 int64_t Network::n_unmatched() const {

@@ -89,7 +89,10 @@ class Network {
   // All messages so far.
   const std::vector<Sent>& sent() const { return sent_; }
   // What was sent so far in communicators of these ranks, with tags in [first, end).
-  int64_t BytesSent(const std::vector<int>& ranks, int first, int end) const;
+  struct Sum {
+    int64_t bytes = 0, longest = 0;
+  };
+  Sum BytesSent(const std::vector<int>& ranks, int first, int end) const;
 
  private:
   void Arrive(Message* message);
@@ -106,7 +109,7 @@ class Network {
   std::vector<Time> link_free_;           // by host
   std::set<std::pair<int, int>> broken_;  // processes between which a message was lost
   std::vector<Sent> sent_;
-  std::map<std::pair<int, int>, int64_t> bytes_sent_;  // by communicator and tag
+  std::map<std::pair<int, int>, Sum> bytes_sent_;  // by communicator and tag
   uint64_t n_messages_ = 0;
   struct Meeting {
     std::shared_ptr<Given> given;

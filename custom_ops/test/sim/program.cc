@@ -32,7 +32,8 @@ bool Program::IsTurn(Turn turn, int fit, int epoch) const {
 }
 
 void Program::Compute() {
-  if (random().Chance(0.5)) world_.Sleep(random().Scale(0, scenario_.most_compute), "computes");
+  if (!scenario_.has_gaps && random().Chance(0.5)) return;
+  world_.Sleep(random().Scale(scenario_.least_compute, scenario_.most_compute), "computes");
 }
 
 // Until any collective of this rank has ended.
@@ -240,7 +241,11 @@ Outcome Program::RunStep(const std::vector<int>& plans, bool fails_here) {
   for (const auto& [plan, slot] : step.gathers) {
     if (random().Chance(0.5)) AwaitVariable(plan, slot);
   }
-  random().Shuffle(step.to_post);
+  if (scenario_.has_gaps) {
+    std::reverse(step.to_post.begin(), step.to_post.end());  // the last one is next
+  } else {
+    random().Shuffle(step.to_post);
+  }
   const int64_t n_ops = static_cast<int64_t>(step.to_post.size());
   for (int64_t left = n_ops, fails_at = fails_here ? random().Below(n_ops + 1) : -1;; --left) {
     if (left == fails_at) {

@@ -1,6 +1,7 @@
 #include "test/sim/scenario.h"
 
 #include <algorithm>
+#include <numeric>
 #include <set>
 
 namespace sim {
@@ -51,19 +52,24 @@ PlanDraw DrawPlan(Random& random, const Scenario& scenario, int number) {
   PlanDraw plan;
   plan.name = "plan" + std::to_string(number);
   if (number > 0) {
-    plan.group = static_cast<int>(random.Below(static_cast<int64_t>(scenario.groups.size())));
+    const int64_t n_groups = static_cast<int64_t>(scenario.groups.size());
+    plan.group =
+        static_cast<int>(scenario.are_others_apart ? n_groups - 1 : random.Below(n_groups));
   }
   const int n = static_cast<int>(scenario.groups[static_cast<size_t>(plan.group)].size());
   const size_t most = static_cast<size_t>(random.Of(std::vector<int>{8, 100, 600}));
   // Often one slot: another rank has begun all of such a plan or nothing.
-  const int64_t n_slots = number > 0 && random.Chance(0.4) ? 1 : random.Between(1, 3);
+  int64_t n_slots = number > 0 && random.Chance(0.4) ? 1 : random.Between(1, 3);
+  if (scenario.has_gaps && number == 0) n_slots = 3;
   for (int64_t i = 0; i < n_slots; ++i) {
     plan.slots.push_back(DrawSlot(random, n, most));
     if (number == 0 && i == 0) {  // a step that not all ranks join ends on none
       plan.slots[0].kind = Kind::kSum;
       plan.slots[0].counts[0] += 1;
     }
-    if (!random.Chance(0.35)) continue;
+    // The last one may follow the first slot: it overtakes those that come between them.
+    const bool is_last = scenario.has_gaps && number == 0 && i == 2;
+    if (!random.Chance(scenario.has_gaps && number == 0 ? 0.0 : 0.35) && !is_last) continue;
     SlotSpec gather = DrawSlot(random, n, most);
     if (scenario.has_long_gathers) {
       gather.counts.assign(1, static_cast<size_t>(random.Between(1000, 3000)));
@@ -73,12 +79,64 @@ PlanDraw DrawPlan(Random& random, const Scenario& scenario, int number) {
     gather.dtype = tfscale::DType::kFloat32;
     gather.op = tfscale::ReduceOp::kSum;
     gather.postscale = 1.0;
+    gather.unit = 1;
     gather.is_compared = false;
     gather.after = static_cast<int>(random.Below(static_cast<int64_t>(plan.slots.size())));
+    if (is_last) gather.after = 0;
     while (plan.slots[static_cast<size_t>(gather.after)].is_posted()) --gather.after;
     plan.slots.push_back(gather);
   }
   return plan;
+}
+
+// Each rank on a host of its own.
+void PutApart(Scenario* scenario) {
+  std::vector<int>& hosts = scenario->machine.host_of;
+  hosts.resize(static_cast<size_t>(scenario->machine.n_ranks));
+  std::iota(hosts.begin(), hosts.end(), 0);
+  scenario->options.ranks_per_host = 0;
+}
+
+// Nothing but a sum.
+void DrawSum(Random& random, size_t n_elements, Scenario* scenario) {
+  SlotSpec sum;
+  sum.dtype = tfscale::DType::kFloat64;
+  sum.counts = {n_elements};
+  sum.cuts = DrawCuts(random, scenario->machine.n_ranks, n_elements);
+  sum.way = tfscale::Way{false, 0};
+  scenario->groups.resize(1);
+  scenario->plans.resize(1);
+  scenario->plans[0].slots.assign(1, sum);
+  scenario->has_meeting = scenario->has_last = false;
+  FitDraw fit;
+  fit.n_steps = {1};
+  fit.plans.assign(1, {0});
+  fit.has_eager.assign(1, false);
+  scenario->fits.assign(1, fit);
+}
+
+// In many chunks that take three times as long as any wait may.
+void DrawSlow(Random& random, Scenario* scenario) {
+  constexpr size_t kElements = 1500, kChunk = 128;
+  DrawSum(random, kElements, scenario);
+  PutApart(scenario);
+  tfscale::EngineOptions& options = scenario->options;
+  options.chunk_bytes = kChunk;
+  scenario->machine.eager_bytes = kChunk;
+  // Else questions would be asked, and wait on the link for all that was sent before.
+  options.stall_warning_s = options.stall_shutdown_s;
+  options.max_message_bytes = 1000;
+  const double bytes = kElements * sizeof(double) * (kChunk + 40.0) / kChunk;
+  scenario->machine.bytes_per_ns = bytes / (3e9 * options.stall_shutdown_s);
+}
+
+// Longer than what a rank reads of another's memory at a time.
+void DrawLong(Random& random, Scenario* scenario) {
+  DrawSum(random, static_cast<size_t>(random.Between(33000, 50000)), scenario);
+  std::fill(scenario->machine.host_of.begin(), scenario->machine.host_of.end(), 0);
+  scenario->options.ranks_per_host = 0;
+  scenario->options.host_memory_bytes = 1;
+  scenario->options.chunk_bytes = 1 << 20;
 }
 
 }  // namespace
@@ -93,21 +151,34 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
     scenario.machine.bytes_per_ns = 0.02;
     scenario.machine.eager_bytes = 64;
     scenario.options.chunk_bytes = 128;
+    // Of few ranks on hosts of their own, before another collective comes: they overtake.
+    scenario.has_gaps = random.Chance(0.5);
+    if (scenario.has_gaps) {
+      if (choice.n_ranks == 0) scenario.machine.n_ranks = static_cast<int>(random.Between(2, 3));
+      scenario.least_compute = random.Scale(10 * kMicro, 300 * kMicro);
+      scenario.machine.latency = random.Scale(kMicro, 10 * kMicro);
+      scenario.machine.jitter = random.Scale(100, 10 * kMicro);
+      PutApart(&scenario);
+    }
   }
   const int n_ranks = scenario.machine.n_ranks;
   scenario.groups.emplace_back();
   for (int rank = 0; rank < n_ranks; ++rank) scenario.groups[0].push_back(rank);
   scenario.turn_rank = static_cast<int>(random.Below(n_ranks));
-  while (scenario.groups.size() < 3 && n_ranks > 1 && random.Chance(0.4)) {
+  scenario.are_others_apart = n_ranks > 2 && random.Chance(0.15);
+  while (scenario.groups.size() < 3 && n_ranks > 1 &&
+         (random.Chance(0.4) || (scenario.are_others_apart && scenario.groups.size() == 1))) {
     std::vector<int> members;
-    const bool is_of_others = random.Chance(0.3);
+    const bool is_of_others = scenario.are_others_apart || random.Chance(0.3);
     for (int rank = 0; rank < n_ranks; ++rank) {
       const bool is_member = is_of_others ? rank != scenario.turn_rank : random.Chance(0.6);
       if (is_member) members.push_back(rank);
     }
     if (!members.empty()) scenario.groups.push_back(members);
   }
-  const int n_plans = choice.n_plans > 0 ? choice.n_plans : static_cast<int>(random.Between(1, 5));
+  const int64_t most_plans = scenario.has_gaps ? 2 : 5;
+  const int n_plans =
+      choice.n_plans > 0 ? choice.n_plans : static_cast<int>(random.Between(1, most_plans));
   for (int i = 0; i < n_plans; ++i) scenario.plans.push_back(DrawPlan(random, scenario, i));
   for (int i = 0; i < 3; ++i) scenario.eager.push_back(DrawSlot(random, n_ranks, 100));
   scenario.meeting = DrawSlot(random, n_ranks, 50);
@@ -115,7 +186,12 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   scenario.last = DrawSlot(random, n_ranks, 50);
   scenario.last.kind = Kind::kBroadcast;
   scenario.has_last = random.Chance(0.15);
-  scenario.most_compute = random.Scale(kMicro, 2 * kMilli);
+  scenario.most_compute = std::max(scenario.least_compute, random.Scale(kMicro, 2 * kMilli));
+
+  if (choice.n_plans == 0 && n_ranks == 2 && random.Chance(0.05)) {
+    random.Chance(0.6) ? DrawSlow(random, &scenario) : DrawLong(random, &scenario);
+    return scenario;
+  }
 
   const double kind = static_cast<double>(random.Below(100)) / 100;
   const bool has_marks = choice.has_marks && n_ranks > 1 && kind < 0.4;
@@ -180,14 +256,19 @@ int Scenario::TagOf(int plan, int slot) const {
   return n_before * std::clamp(machine.max_tag >> 18, 16, 1024) * 3;
 }
 
-bool Scenario::IsSimple(int group) const {
-  const std::vector<int>& ranks = RanksOf(group);
+size_t Scenario::NumHosts(int group) const {
   std::set<int> hosts;
-  for (int rank : ranks) {
+  for (int rank : RanksOf(group)) {
     const int per_host = options.ranks_per_host;
     hosts.insert(per_host > 0 ? rank / per_host : machine.host_of[static_cast<size_t>(rank)]);
   }
-  return (hosts.size() == 1 || hosts.size() == ranks.size()) &&
+  return hosts.size();
+}
+
+bool Scenario::IsSimple(int group) const {
+  const std::vector<int>& ranks = RanksOf(group);
+  const size_t n_hosts = NumHosts(group);
+  return (n_hosts == 1 || n_hosts == ranks.size()) &&
          std::count(groups.begin(), groups.end(), ranks) == 1;
 }
 

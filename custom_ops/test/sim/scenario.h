@@ -52,12 +52,15 @@ struct Scenario {
   Turn turn = Turn::kNone;
   int turn_rank = -1, turn_fit = 0, turn_epoch = 0, turn_step = 0;
   std::vector<Fault> faults;
-  Time most_compute = 0;
+  Time least_compute = 0, most_compute = 0;
   bool has_long_gathers = false;  // on slow links, beside other collectives
+  bool has_gaps = false;          // which gathers fill
+  bool are_others_apart = false;  // plans but the first are of all but the rank that departs
 
   const std::vector<int>& RanksOf(int group) const { return groups[static_cast<size_t>(group)]; }
   // The first tag of a slot in the first incarnation, as Group::SlotTag says.
   int TagOf(int plan, int slot) const;
+  size_t NumHosts(int group) const;
   // No message passes a second rank, and no other group has the same members.
   bool IsSimple(int group) const;
   // In words.

@@ -74,6 +74,7 @@ std::string Training::Describe() const {
 
 Result Training::Run() {
   the_training = this;
+  world.on_text = [this](const std::string& text) { invariants.CheckText(programs, text); };
   for (int rank = 0; rank < world.size(); ++rank) {
     world.Spawn(rank, [this, rank] {
       programs[static_cast<size_t>(rank)]->Main();

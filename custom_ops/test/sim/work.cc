@@ -144,6 +144,16 @@ std::optional<int64_t> BytesSent(const SlotSpec& spec, int n_members, bool is_on
   }
 }
 
+std::optional<int64_t> LongestMessage(const SlotSpec& spec, size_t n_hosts, int64_t chunk_bytes) {
+  const int64_t compared = spec.is_compared ? 1024 : 0;
+  const bool is_direct =
+      spec.kind == Kind::kScatter || (spec.kind == Kind::kSum && spec.way && spec.way->radix == 0);
+  if (is_direct) return std::max({static_cast<int64_t>(SizeOf(spec.dtype)), chunk_bytes, compared});
+  // Small pieces, where others may need the link soon.
+  if (spec.kind == Kind::kGather && n_hosts > 1) return std::max<int64_t>(chunk_bytes / 8, 64);
+  return std::nullopt;
+}
+
 std::vector<size_t> DrawCuts(Random& random, int n_members, size_t total) {
   std::vector<size_t> cuts = {0, total};
   for (int i = 1; i < n_members; ++i) {
@@ -168,6 +178,12 @@ SlotSpec DrawSlot(Random& random, int n_members, size_t most_elements) {
     spec.dtype = random.Chance(0.5) ? DType::kFloat32 : static_cast<DType>(random.Below(8));
     spec.op = random.Chance(0.8) ? ReduceOp::kSum : static_cast<ReduceOp>(random.Between(1, 2));
     if (IsFloat(spec.dtype) && random.Chance(0.3)) spec.postscale = 0.5;
+    const bool is_half = spec.dtype == DType::kFloat16 || spec.dtype == DType::kBfloat16;
+    if (is_half && spec.op == ReduceOp::kSum && random.Chance(0.5)) {
+      // The sum is too large for float16, and the result is not.
+      spec.unit = 1 << 14;
+      for (spec.postscale = 1.0; spec.postscale * n_members > 1;) spec.postscale /= 2;
+    }
   }
   if (spec.kind == Kind::kSum && random.Chance(0.6)) {
     const size_t radix = random.Of(std::vector<size_t>{0, 0, 2, 3, 4, 64});

@@ -33,6 +33,7 @@ struct SlotSpec {
   tfscale::DType dtype = tfscale::DType::kFloat32;
   tfscale::ReduceOp op = tfscale::ReduceOp::kSum;
   double postscale = 1.0;
+  int unit = 1;                // of all values
   std::vector<size_t> counts;  // of each tensor, in elements
   std::vector<size_t> cuts;    // of all of them, one more than members
   int bits = 8;
@@ -53,6 +54,9 @@ struct SlotSpec {
 // hosts or the rounding of values decides.
 std::optional<int64_t> BytesSent(const SlotSpec& spec, int n_members, bool is_one_level,
                                  uint64_t seed);
+
+// The longest message of an execution, which is sent in chunks; nothing where ranks choose its way.
+std::optional<int64_t> LongestMessage(const SlotSpec& spec, size_t n_hosts, int64_t chunk_bytes);
 
 // Where so many elements are cut into parts, some of which may be empty.
 std::vector<size_t> DrawCuts(Random& random, int n_members, size_t total);
@@ -83,7 +87,8 @@ class Work {
  private:
   // Of element i of all tensors, of a member.
   int ValueOf(int member, size_t i) const {
-    return static_cast<int>((static_cast<uint64_t>(member) * 3 + i * 5 + (seed_ >> (i % 8 * 2))) &
+    return spec_.unit *
+           static_cast<int>((static_cast<uint64_t>(member) * 3 + i * 5 + (seed_ >> (i % 8 * 2))) &
                             3);
   }
   std::vector<char> Tensor(int member, size_t begin, size_t count) const;

@@ -376,14 +376,15 @@ void World::Note(const char* what, int64_t a, int64_t b, int64_t c) {
 void World::Note(const std::string& text) {
   for (char next : text) Mix(static_cast<uint64_t>(next));
   texts_.push_back(text);
+  if (on_text && violation_.empty()) on_text(text);
   if (!is_logged_) return;
   std::printf("%12.3f us  rank %2d  %s\n", static_cast<double>(now()) / 1000, current(),
               text.c_str());
 }
 
 void World::Violate(const std::string& what) {
-  Note("violated: " + what);
   if (violation_.empty()) violation_ = what;
+  Note("violated: " + what);
 }
 
 }  // namespace sim

@@ -198,6 +198,8 @@ class World {
   bool is_logged() const { return is_logged_; }
   void Note(const char* what, int64_t a = 0, int64_t b = 0, int64_t c = 0);
   void Note(const std::string& text);
+  // Called with each text that is noted.
+  std::function<void(const std::string&)> on_text;
   // What was noted as text so far: what ranks print, and how they fail.
   const std::vector<std::string>& texts() const { return texts_; }
   uint64_t digest() const { return digest_; }
