@@ -17,7 +17,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import simulate_engine
@@ -35,7 +36,10 @@ from tfscale.plan.simulate import COMPUTE, Task, simulate, step_tasks
 
 RANKS = (16, 32, 64, 128, 256)
 # Samples of a rank: computation takes about as long as the exchange, or a part of it.
-BATCHES = {"resnet50": 8, "vgg-a": 4}
+BATCHES = {
+    "resnet50": {"ethernet-1g": 8, "ethernet-10g": 2},
+    "vgg-a": {"ethernet-1g": 16, "ethernet-10g": 8},
+}
 LIMIT_S = 3600.0
 # As in tfscale.config.Settings.
 _CHUNK_BYTES, _WINDOW_BYTES, _HOST_MEMORY_BYTES = 1 << 20, 32 << 20, 32 * 1024
@@ -55,7 +59,7 @@ class Case:
 
     def scenario(self) -> Scenario:
         """The planner's step, with equally many samples on each rank."""
-        batch = BATCHES[self.model] * self.n_ranks
+        batch = BATCHES[self.model][self.machine] * self.n_ranks
         machine = machine_of(self.machine, self.ranks_per_host)
         return Scenario(published(self.model), machine, self.n_ranks, batch)
 
@@ -86,9 +90,7 @@ def machine_of(name: str, ranks_per_host: int) -> Machine:
     return replace(machine, ranks_per_host=ranks_per_host, **inside)
 
 
-def written(
-    scenario: Scenario, plan: LayerPlan, n_steps: int, radix: int = _BEST_WAY
-) -> str:
+def written(scenario: Scenario, plan: LayerPlan, n_steps: int, radix: int = _BEST_WAY) -> str:
     """The input of the simulator: machine, options of the engine, and the tasks of a step."""
     # In one piece each: the engine cuts itself.
     tasks = step_tasks(scenario, replace(plan, piece_bytes=0))
@@ -103,9 +105,7 @@ def allreduce_input(machine: Machine, n_ranks: int, n_bytes: int, radix: int) ->
     return f"{head}c 0 0 -1 0 0 1 1\nr 0 0 0 1 {n_bytes // 4} 1 0 0\n"
 
 
-def _machine_lines(
-    machine: Machine, n_ranks: int, radix: int, n_steps: int, n_tasks: int
-) -> str:
+def _machine_lines(machine: Machine, n_ranks: int, radix: int, n_steps: int, n_tasks: int) -> str:
     latency_s = machine.latency_s if machine.host_latency_s is None else machine.host_latency_s
     inside = machine.host_bytes_per_s or machine.bytes_per_s
     rates = (machine.reduce_bytes_per_s, machine.memory_bytes_per_s)
@@ -147,24 +147,28 @@ def timed(program: Path, text: str) -> Timed:
     if done.returncode:
         raise RuntimeError(f"steps were not simulated: {done.stderr[:2000]}")
     rows = [list(map(int, line.split())) for line in done.stdout.splitlines()][1:]
-    steps = list(zip(rows[:-1], rows[1:], strict=True))
-    middle = [statistics.median(b[i] - a[i] for a, b in steps) for i in range(3)]
+    middle = [statistics.median(b[i] - a[i] for a, b in pairwise(rows)) for i in range(3)]
     return Timed(middle[0] * 1e-9, *middle[1:])
 
 
-def compare(program: Path, case: Case, n_steps: int) -> dict:
-    """Simulate a case; return it with the planner's forecast."""
-    scenario, plan = case.scenario(), case.plan()
-    virtual, predicted = timed(program, written(scenario, plan, n_steps)), simulate(scenario, plan)
+def row_of(case: Case, virtual: Timed) -> dict:
+    """What was simulated of a case, with the planner's forecast."""
+    predicted = simulate(case.scenario(), case.plan())
     return {
         **asdict(case),
+        **asdict(virtual),
         "compute_s": predicted.compute_s,
-        "virtual_s": virtual.step_s,
         "planned_s": predicted.step_s,
         "ratio": predicted.step_s / virtual.step_s,
-        "messages": virtual.n_messages,
-        "bytes": virtual.n_bytes,
     }
+
+
+def with_forecast_of_now(row: dict) -> dict:
+    """A row that was kept, with what the planner says now."""
+    case, virtual = (
+        kind(**{field.name: row[field.name] for field in fields(kind)}) for kind in (Case, Timed)
+    )
+    return row_of(case, virtual)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -184,11 +188,11 @@ def table(rows: Sequence[dict]) -> list[str]:
     body = [
         [
             *(row[name] for name in ("model", "machine", "ranks_per_host", "exchange", "n_ranks")),
-            *(f"{1e3 * row[name]:.0f}" for name in ("virtual_s", "planned_s")),
+            *(f"{1e3 * row[name]:.0f}" for name in ("step_s", "planned_s")),
             f"{row['ratio']:.2f}",
             f"{1e3 * row['compute_s']:.0f}",
-            f"{row['messages']:.0f}",
-            f"{row['bytes'] / 1e6:.0f}",
+            f"{row['n_messages']:.0f}",
+            f"{row['n_bytes'] / 1e6:.0f}",
         ]
         for row in rows
     ]
@@ -218,7 +222,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             own = [row for row in rows if panel_of(row) == panel and row["exchange"] == exchange]
             own.sort(key=lambda row: row["n_ranks"])
             ranks = [row["n_ranks"] for row in own]
-            virtual = [1e3 * row["virtual_s"] for row in own]
+            virtual = [1e3 * row["step_s"] for row in own]
             planned = [1e3 * row["planned_s"] for row in own]
             axis.plot(ranks, planned, "-", color=color, label=f"{exchange}, planner")
             axis.plot(ranks, virtual, "o", color=color, label=f"{exchange}, virtual ranks")
@@ -269,13 +273,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {1e3 * step.step_s:.2f} ms, {step.n_messages:.0f} messages")
         return 0
     for case in () if options.draw else cases(options):
-        row = compare(program, case, options.steps)
+        virtual = timed(program, written(case.scenario(), case.plan(), options.steps))
+        row = row_of(case, virtual)
         print(table([row])[-1], flush=True)
         key = asdict(case).items()
         rows = [old for old in rows if not key <= old.items()] + [row]
         if path:
             path.write_text(json.dumps({"provenance": describe(), "rows": rows}, indent=1) + "\n")
     if options.draw:
+        rows = [with_forecast_of_now(row) for row in rows]
+        path.write_text(json.dumps({"provenance": describe(), "rows": rows}, indent=1) + "\n")
         print("\n".join(table(rows)))
     if path:
         draw(rows, path.with_suffix(".png"))

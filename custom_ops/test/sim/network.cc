@@ -18,6 +18,7 @@ constexpr Time kNoticed = 20 * kMilli;
 Network::Network(World& world)
     : world_(world),
       n_requests_(static_cast<size_t>(world.size()), 0),
+      n_completed_(static_cast<size_t>(world.size()), 0),
       died_at_(static_cast<size_t>(world.size()), kNever),
       link_free_(static_cast<size_t>(world.size()), 0),
       arrivals_free_(static_cast<size_t>(world.size()), 0),
@@ -94,15 +95,20 @@ void Network::BeginNext(std::deque<Message*>& port) {
   const double bytes = static_cast<double>(message->bytes);
   if (IsInside(*message)) {
     const Time copy = static_cast<Time>(bytes / machine.host_bytes_per_ns);
-    world_.At(world_.now() + machine.host_message_time + copy, [=] { Depart(message); });
-    return;
+    const Time end = world_.now() + machine.host_message_time + copy;
+    world_.At(end, [this, message] { Depart(message); });
+  } else {
+    world_.At(world_.now() + machine.message_time, [this, message] { TakeLink(message); });
   }
-  world_.At(world_.now() + machine.message_time, [=] {
-    Time& free = link_free_[static_cast<size_t>(
-        machine.host_of[static_cast<size_t>(message->from_process)])];
-    free = std::max(free, world_.now()) + static_cast<Time>(bytes / machine.bytes_per_ns);
-    world_.At(free, [=] { Depart(message); });
-  });
+}
+
+void Network::TakeLink(Message* message) {
+  const Machine& machine = world_.machine();
+  const int host = machine.host_of[static_cast<size_t>(message->from_process)];
+  Time& free = link_free_[static_cast<size_t>(host)];
+  const double wire = static_cast<double>(message->bytes) / machine.bytes_per_ns;
+  free = std::max(free, world_.now()) + static_cast<Time>(wire);
+  world_.At(free, [this, message] { Depart(message); });
 }
 
 void Network::Depart(Message* message) {
@@ -116,7 +122,7 @@ void Network::Depart(Message* message) {
       machine.host_of[static_cast<size_t>(message->to_process)])];
   const Time wire = static_cast<Time>(static_cast<double>(message->bytes) / machine.bytes_per_ns);
   free = std::max(world_.now(), free + wire);
-  world_.At(free, [=] { Arrive(message); });
+  world_.At(free, [this, message] { Arrive(message); });
 }
 
 SimRequest* Network::Send(const void* data, size_t bytes, int to, int tag, int id) {
@@ -146,6 +152,7 @@ SimRequest* Network::Send(const void* data, size_t bytes, int to, int tag, int i
   of.unmatched[pair].push_back(message);
   if (is_timed ? is_short : is_short && random.Chance(0.9)) {
     request->is_complete = true;
+    ++n_completed_[static_cast<size_t>(request->process)];
   } else {
     message->send = request;
     request->message = message;
@@ -271,6 +278,7 @@ void Network::Deliver(Message* message) {
 
 void Network::Complete(SimRequest* request, int error, size_t bytes) {
   request->is_complete = true;
+  ++n_completed_[static_cast<size_t>(request->process)];
   request->error = error;
   request->n_received = bytes;
   request->message = nullptr;
@@ -297,6 +305,7 @@ Message* Network::Find(int from, int tag, int id) {
 
 void Network::Free(SimRequest* request) {
   --n_requests_[static_cast<size_t>(request->process)];
+  if (request->is_complete) --n_completed_[static_cast<size_t>(request->process)];
   requests_.back()->place = request->place;
   requests_[request->place] = requests_.back();
   requests_.pop_back();

@@ -77,6 +77,8 @@ class Network {
   void RequireUnused(int process, const void* data, size_t bytes, const char* what);
   // Requests of a process that have not completed.
   int64_t n_requests(int process) const { return n_requests_[static_cast<size_t>(process)]; }
+  // Those that have, and are not freed.
+  int64_t n_completed(int process) const { return n_completed_[static_cast<size_t>(process)]; }
   // Messages that no rank has received, to processes that are not dead.
   int64_t n_unmatched() const;
   // What has not arrived or completed, for reports.
@@ -108,12 +110,14 @@ class Network {
   std::deque<Message*>& PortOf(const Message& message);
   void Enter(Message* message);
   void BeginNext(std::deque<Message*>& port);
+  void TakeLink(Message* message);
   void Depart(Message* message);
 
   World& world_;
   std::vector<std::unique_ptr<Comm>> comms_;
   std::vector<SimRequest*> requests_;        // all that are not freed
   std::vector<int64_t> n_requests_;          // by process
+  std::vector<int64_t> n_completed_;         // by process
   std::vector<Time> died_at_;                // by process; kNever
   std::vector<Time> link_free_;              // by host
   std::vector<Time> arrivals_free_;          // by host: the other direction
