@@ -92,6 +92,18 @@ def test_ranks_of_a_host_share_its_link():
     assert costs.transfer_s(1000, 8, machine) == pytest.approx(1 * 1.0 + 6 * 0.5 + 500 / 10)
 
 
+def test_a_gather_of_parameters_is_sent_in_chunks():
+    """As in custom_ops/comm/gather.cc: messages of 128 KiB, to each of 15 ranks."""
+    scenario = dense_scenario((8, 2), 16, 16, SIMPLE)
+    chunk = 16 * 128 * 1024
+    for n_bytes, n_chunks in ((4, 1), (chunk, 1), (chunk + 1, 2), (5 * chunk, 5)):
+        sent_s = n_chunks * 15 * 1.0 + n_bytes * 15 / 16 / 10
+        assert scenario.gather_s(n_bytes) == pytest.approx(sent_s)
+    # On one host it is not cut.
+    inside = dataclasses.replace(scenario, machine=dataclasses.replace(SIMPLE, ranks_per_host=16))
+    assert inside.gather_s(5 * chunk) == inside.transfer_s(5 * chunk)
+
+
 @pytest.mark.parametrize(
     ("per_host", "n_ranks", "between", "inside"),
     [(1, 16, 15, 0), (4, 4, 0, 3), (4, 16, 3, 12), (4, 32, 7, 24), (3, 7, 2, 4), (16, 9, 0, 8)],

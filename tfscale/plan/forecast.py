@@ -225,8 +225,12 @@ def _wire_s(scenario: Scenario, layer_index: int, kind: Kind) -> float:
     messages = parts.message_bytes(scenario, layer_index, kind)
     if kind == "allreduce":
         return allreduce_s(messages[0], scenario.n_ranks, scenario.machine, "direct")
+    if kind == "replicated":
+        return sum(map(scenario.transfer_s, messages))
     summed_s = scenario.sum_s(messages[0]) if kind == "sharded" else 0.0
-    return sum(map(scenario.transfer_s, messages)) + summed_s
+    return (
+        sum(map(scenario.transfer_s, messages[:-1])) + summed_s + scenario.gather_s(messages[-1])
+    )
 
 
 def _line(name: str, scenario: Scenario, plan: parts.LayerPlan, predicted: Prediction) -> str:

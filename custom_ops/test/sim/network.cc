@@ -19,6 +19,7 @@ Network::Network(World& world)
     : world_(world),
       n_requests_(static_cast<size_t>(world.size()), 0),
       n_completed_(static_cast<size_t>(world.size()), 0),
+      n_unexpected_(static_cast<size_t>(world.size()), 0),
       died_at_(static_cast<size_t>(world.size()), kNever),
       link_free_(static_cast<size_t>(world.size()), 0),
       arrivals_free_(static_cast<size_t>(world.size()), 0),
@@ -186,6 +187,7 @@ SimRequest* Network::Receive(void* data, size_t bytes, int from, int tag, int id
   for (Message* message : of.unmatched[pair]) {
     if (message->tag != tag) continue;
     if (!message->has_arrived) break;
+    --n_unexpected_[static_cast<size_t>(request->process)];
     Match(message, request);
     return request;
   }
@@ -225,6 +227,7 @@ void Network::Arrive(Message* message) {
     Match(message, receive);
     return;
   }
+  ++n_unexpected_[static_cast<size_t>(message->to_process)];
   if (message->is_eager && message->send != nullptr && world_.random().Chance(0.5)) {
     Complete(std::exchange(message->send, nullptr), 0, 0);
   }
@@ -289,6 +292,10 @@ Message* Network::Find(int from, int tag, int id) {
   Comm& of = comm(id);
   const size_t n = of.ranks.size();
   const size_t own = static_cast<size_t>(Place(id));
+  const int process = world_.current();
+  // Most probes find nothing.
+  if (world_.machine().is_timed() && n_unexpected_[static_cast<size_t>(process)] == 0)
+    return nullptr;
   const size_t first = static_cast<size_t>(world_.random().Below(static_cast<int64_t>(n)));
   for (size_t i = 0; i < n; ++i) {
     const size_t sender = (first + i) % n;

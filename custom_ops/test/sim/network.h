@@ -118,6 +118,7 @@ class Network {
   std::vector<SimRequest*> requests_;        // all that are not freed
   std::vector<int64_t> n_requests_;          // by process
   std::vector<int64_t> n_completed_;         // by process
+  std::vector<int64_t> n_unexpected_;        // by process: messages that have come, and no receive
   std::vector<Time> died_at_;                // by process; kNever
   std::vector<Time> link_free_;              // by host
   std::vector<Time> arrivals_free_;          // by host: the other direction
