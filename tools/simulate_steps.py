@@ -43,7 +43,7 @@ BATCHES = {
 LIMIT_S = 3600.0
 # As in tfscale.config.Settings.
 _CHUNK_BYTES, _WINDOW_BYTES, _HOST_MEMORY_BYTES = 1 << 20, 32 << 20, 32 * 1024
-_BEST_WAY = -1
+BEST_WAY = -1
 _KINDS = {"allreduce": "r", "alltoall": "s", "gather": "g"}
 
 
@@ -90,7 +90,7 @@ def machine_of(name: str, ranks_per_host: int) -> Machine:
     return replace(machine, ranks_per_host=ranks_per_host, **inside)
 
 
-def written(scenario: Scenario, plan: LayerPlan, n_steps: int, radix: int = _BEST_WAY) -> str:
+def written(scenario: Scenario, plan: LayerPlan, n_steps: int, radix: int = BEST_WAY) -> str:
     """The input of the simulator: machine, options of the engine, and the tasks of a step."""
     # In one piece each: the engine cuts itself.
     tasks = step_tasks(scenario, replace(plan, piece_bytes=0))
@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     program = None if options.draw else simulate_engine.build(times_steps=True)
     if options.relay:
         machine = Machine("40 us", 40e-6, 125e6, 4e9, 1e12, 15e9)
-        for name, radix in (("relayed", _BEST_WAY), ("direct", 0)):
+        for name, radix in (("relayed", BEST_WAY), ("direct", 0)):
             step = timed(program, allreduce_input(machine, 64, 65536, radix))
             print(f"{name}: {1e3 * step.step_s:.2f} ms, {step.n_messages:.0f} messages")
         return 0
