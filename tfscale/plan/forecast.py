@@ -176,7 +176,8 @@ def few_bits_s(scenario: Scenario, share: float, plan: parts.LayerPlan) -> float
         host_bytes_per_s=machine.host_bytes_per_s or machine.bytes_per_s,
         reduce_bytes_per_s=1 / sums_s,
     )
-    return simulate(replace(scenario, machine=few), plan).step_s
+    # Codes are not cut.
+    return simulate(replace(scenario, machine=few), replace(plan, gather_bytes=0)).step_s
 
 
 # One plan
@@ -225,12 +226,8 @@ def _wire_s(scenario: Scenario, layer_index: int, kind: Kind) -> float:
     messages = parts.message_bytes(scenario, layer_index, kind)
     if kind == "allreduce":
         return allreduce_s(messages[0], scenario.n_ranks, scenario.machine, "direct")
-    if kind == "replicated":
-        return sum(map(scenario.transfer_s, messages))
     summed_s = scenario.sum_s(messages[0]) if kind == "sharded" else 0.0
-    return (
-        sum(map(scenario.transfer_s, messages[:-1])) + summed_s + scenario.gather_s(messages[-1])
-    )
+    return sum(map(scenario.transfer_s, messages)) + summed_s
 
 
 def _line(name: str, scenario: Scenario, plan: parts.LayerPlan, predicted: Prediction) -> str:

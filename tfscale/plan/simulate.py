@@ -334,8 +334,7 @@ class _Builder:
         duration = scenario.update_s(segment / BYTES_PER_VALUE)
         done = self._add(COMPUTE, duration, after, "update", priority)
         done = self._average(part, segment, done)
-        is_cut = self.plan.piece_bytes > 0  # unlike a blocking call of MPI
-        seconds = scenario.gather_s(n_bytes) if is_cut else scenario.transfer_s(n_bytes)
+        seconds = scenario.transfer_s(n_bytes, self.plan.gather_bytes)
         return self._send(seconds, n_bytes, (done,), "gather", self._order(part))
 
     def _sharded(self, part: LayerPart) -> int:
