@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import simulate_engine
 
@@ -86,8 +87,9 @@ def machine_of(name: str, ranks_per_host: int) -> Machine:
     machine = find_machine(name)
     if ranks_per_host == 1:
         return machine
-    inside = {"host_latency_s": 5e-6, "host_bytes_per_s": 4e9}
-    return replace(machine, ranks_per_host=ranks_per_host, **inside)
+    return replace(
+        machine, ranks_per_host=ranks_per_host, host_latency_s=5e-6, host_bytes_per_s=4e9
+    )
 
 
 def written(scenario: Scenario, plan: LayerPlan, n_steps: int, radix: int = BEST_WAY) -> str:
@@ -165,10 +167,11 @@ def row_of(case: Case, virtual: Timed) -> dict:
 
 def with_forecast_of_now(row: dict) -> dict:
     """A row that was kept, with what the planner says now."""
-    case, virtual = (
-        kind(**{field.name: row[field.name] for field in fields(kind)}) for kind in (Case, Timed)
-    )
-    return row_of(case, virtual)
+
+    def made(kind: type) -> Any:
+        return kind(**{field.name: row[field.name] for field in fields(kind)})
+
+    return row_of(made(Case), made(Timed))
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -209,8 +212,16 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     def panel_of(row: dict) -> tuple:
         return row["model"], row["machine"], row["ranks_per_host"]
 
-    panels = sorted({panel_of(row) for row in rows}, key=lambda p: (p[2], p[0], p[1]))
-    n_columns = min(4, len(panels))
+    # A line needs two numbers of ranks.
+    panels = sorted(
+        {
+            panel_of(row)
+            for row in rows
+            if len({other["n_ranks"] for other in rows if panel_of(other) == panel_of(row)}) > 1
+        },
+        key=lambda panel: (panel[0], panel[2], panel[1]),
+    )
+    n_columns = min(3, len(panels))
     n_rows = -(-len(panels) // n_columns)
     figure, axes = pyplot.subplots(
         n_rows, n_columns, figsize=(4 * n_columns, 3.4 * n_rows), squeeze=False
@@ -227,12 +238,16 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             axis.plot(ranks, planned, "-", color=color, label=f"{exchange}, planner")
             axis.plot(ranks, virtual, "o", color=color, label=f"{exchange}, virtual ranks")
         own = [row for row in rows if panel_of(row) == panel]
-        computed = sorted({(row["n_ranks"], 1e3 * row["compute_s"]) for row in own})
-        axis.plot(*zip(*computed, strict=True), ":", color="0.6", label="computation")
+        ranks = sorted({row["n_ranks"] for row in own})
+        computed = [
+            1e3 * min(row["compute_s"] for row in own if row["n_ranks"] == n) for n in ranks
+        ]
+        axis.plot(ranks, computed, ":", color="0.6", label="computation")
         per_host = f", {panel[2]} ranks per host" if panel[2] > 1 else ""
         axis.set_title(f"{panel[0]}, {panel[1]}{per_host}", fontsize=10)
         axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
+        axis.set_xticks(ranks, list(map(str, ranks)))
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
         axis.set_xlabel("ranks")
         axis.set_ylabel("ms per step")
         axis.grid(visible=True, alpha=0.3)
@@ -251,6 +266,22 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
+def print_relay() -> None:
+    """Print the times of allreduces of 64 KB on 64 ranks, relayed and sent directly."""
+    program = simulate_engine.build(times_steps=True)
+    machine = Machine("40 us, 1 Gbit/s", 40e-6, 125e6, 4e9, 1e12, 15e9)
+    for name, radix in (("relayed", BEST_WAY), ("direct", 0)):
+        step = timed(program, allreduce_input(machine, 64, 65536, radix))
+        print(f"{name}: {1e3 * step.step_s:.2f} ms, {step.n_messages:.0f} messages")
+
+
+def save(rows: Sequence[dict], path: Path) -> None:
+    """Write rows in the order of the table."""
+    names = ("model", "machine", "ranks_per_host", "n_ranks", "exchange")
+    ordered = sorted(rows, key=lambda row: [row[name] for name in names])
+    path.write_text(json.dumps({"provenance": describe(), "rows": ordered}, indent=1) + "\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare all cases and print them; with `--output` write JSON and a picture, too."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -260,32 +291,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks-per-host", type=_numbers, default=[1])
     parser.add_argument("--steps", type=int, default=4, help="the first is not timed")
     parser.add_argument("--relay", action="store_true", help="64 KB on 64 ranks, and no steps")
-    parser.add_argument("--draw", action="store_true", help="what --output holds already")
+    parser.add_argument("--forecast", action="store_true", help="again, of what --output holds")
     parser.add_argument("--output", type=Path, help="folder; its rows of other cases are kept")
     options = parser.parse_args(argv)
+    if options.relay:
+        print_relay()
+        return 0
     path = options.output and options.output / "virtual-steps.json"
     rows = json.loads(path.read_text())["rows"] if path and path.exists() else []
-    program = None if options.draw else simulate_engine.build(times_steps=True)
-    if options.relay:
-        machine = Machine("40 us", 40e-6, 125e6, 4e9, 1e12, 15e9)
-        for name, radix in (("relayed", BEST_WAY), ("direct", 0)):
-            step = timed(program, allreduce_input(machine, 64, 65536, radix))
-            print(f"{name}: {1e3 * step.step_s:.2f} ms, {step.n_messages:.0f} messages")
-        return 0
-    for case in () if options.draw else cases(options):
-        virtual = timed(program, written(case.scenario(), case.plan(), options.steps))
-        row = row_of(case, virtual)
-        print(table([row])[-1], flush=True)
-        key = asdict(case).items()
-        rows = [old for old in rows if not key <= old.items()] + [row]
-        if path:
-            path.write_text(json.dumps({"provenance": describe(), "rows": rows}, indent=1) + "\n")
-    if options.draw:
+    if options.forecast:
         rows = [with_forecast_of_now(row) for row in rows]
-        path.write_text(json.dumps({"provenance": describe(), "rows": rows}, indent=1) + "\n")
-        print("\n".join(table(rows)))
+    else:
+        program = simulate_engine.build(times_steps=True)
+        for case in cases(options):
+            virtual = timed(program, written(case.scenario(), case.plan(), options.steps))
+            row = row_of(case, virtual)
+            print(table([row])[-1], flush=True)
+            key = asdict(case).items()
+            rows = [old for old in rows if not key <= old.items()] + [row]
+            if path:  # a case may take minutes
+                save(rows, path)
     if path:
+        save(rows, path)
+        rows = json.loads(path.read_text())["rows"]
         draw(rows, path.with_suffix(".png"))
+    print("\n".join(table(rows)))
     return 0
 
 
