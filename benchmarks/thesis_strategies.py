@@ -78,11 +78,11 @@ def pcnn(scenario: Scenario, overlap: bool = True) -> LayerPlan:
         overlap: False: "pcnn_no_overlap".
     """
     plan = bucketed(scenario.table, None, "sharded", cheap_partial_layers(scenario))
-    return replace(plan, overlap=overlap, has_early_gradients=False, piece_bytes=0)
+    return replace(plan, overlap=overlap, has_early_gradients=False, piece_bytes=0, gather_bytes=0)
 
 
 def _blocking(plan: LayerPlan, overlap: bool) -> LayerPlan:
-    return replace(plan, overlap=overlap, algorithm="mpi", piece_bytes=0)
+    return replace(plan, overlap=overlap, algorithm="mpi", piece_bytes=0, gather_bytes=0)
 
 
 STRATEGIES: dict[str, Callable[[Scenario], LayerPlan]] = {

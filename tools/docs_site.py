@@ -29,6 +29,7 @@ PAGES = (
     "docs/*.md",
     "docs/results/*.md",
     "docs/*.png",
+    "docs/results/*.png",
     "docs/*.svg",
     "docs/*.json",
     "docs/containers/*",

@@ -12,7 +12,7 @@ from tfscale.config import PlanError
 from tfscale.plan import costs
 from tfscale.plan.layers import Layer, LayerTable
 from tfscale.plan.machines import PRESETS, LayerTimes, Machine, find_machine
-from tfscale.plan.parts import KINDS, message_bytes
+from tfscale.plan.parts import KINDS, LayerPlan, message_bytes
 from tfscale.plan.published import published
 
 SIMPLE = Machine("simple", 1.0, 10.0, 4.0, 1e3, 1e3, mpi_s_per_byte=0.5)
@@ -90,6 +90,22 @@ def test_ranks_of_a_host_share_its_link():
     machine = dataclasses.replace(SIMPLE, ranks_per_host=4, **inside)
     assert machine.link(4) == costs.Link(0.5, 50.0)
     assert costs.transfer_s(1000, 8, machine) == pytest.approx(1 * 1.0 + 6 * 0.5 + 500 / 10)
+
+
+def test_a_gather_of_parameters_is_sent_in_chunks():
+    """As in custom_ops/comm/gather.cc: messages of 128 KiB, to each of 15 ranks."""
+    machine = dataclasses.replace(SIMPLE, latency_s=40e-6, bytes_per_s=125e6)
+    limit = LayerPlan(()).gather_bytes
+    vector = 16 * limit
+    assert limit == 128 * 1024
+    for n_bytes, n_chunks in ((4, 1), (vector, 1), (vector + 1, 2), (5 * vector, 5)):
+        sent_s = n_chunks * 15 * 40e-6 + n_bytes * 15 / 16 / 125e6
+        assert costs.transfer_s(n_bytes, 16, machine, limit) == pytest.approx(sent_s)
+    # A distance counts once, and on one host nothing is cut.
+    for changed in ({"latency_s": 50e-3}, {"ranks_per_host": 16}):
+        other = dataclasses.replace(machine, **changed)
+        found = costs.transfer_s(5 * vector, 16, other, limit)
+        assert found == costs.transfer_s(5 * vector, 16, other)
 
 
 @pytest.mark.parametrize(

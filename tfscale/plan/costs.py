@@ -17,15 +17,22 @@ Algorithm = Literal["direct", "recursive", "mpi"]
 # As in custom_ops/comm/reduction.cc.
 _FEW_RANKS, _FEW_RANKS_BYTES = 8, 32 * 1024
 _SHARED_HOST_BYTES, _MESSAGE_BYTES, _RADIX = 4096, 5000, 4
+# A longer latency is a distance, which messages to one rank share. A shorter one keeps its sender
+# busy.
+_LONGEST_BUSY_S = 100e-6
 
 
-def transfer_s(n_bytes: float, n_ranks: int, machine: Machine) -> float:
+def transfer_s(n_bytes: float, n_ranks: int, machine: Machine, chunk_bytes: int = 0) -> float:
     """Return the time of an alltoall, a reduce-scatter or an allgather, [T] table 4.1.
 
-    `n_bytes` is the size of a rank's input or output, whichever is larger.
+    `n_bytes` is the size of a rank's input or output, whichever is larger. Between hosts, what a
+    rank sends to another one is cut into messages of at most `chunk_bytes`, if that is not 0.
     """
     seconds_per_byte = share(n_ranks) / machine.link(n_ranks).bytes_per_s
-    return machine.messages_s(n_ranks) + n_bytes * seconds_per_byte
+    is_cut = chunk_bytes > 0 and machine.latency_s <= _LONGEST_BUSY_S
+    n_more = max(0, math.ceil(n_bytes / n_ranks / chunk_bytes) - 1) if is_cut else 0
+    more_s = n_more * (machine.n_hosts(n_ranks) - 1) * machine.latency_s
+    return machine.messages_s(n_ranks) + more_s + n_bytes * seconds_per_byte
 
 
 class Relayed(NamedTuple):
@@ -154,9 +161,9 @@ class Scenario:
         """Samples of all ranks together, repeated ones included."""
         return max(self.global_batch, self.n_ranks)
 
-    def transfer_s(self, n_bytes: float) -> float:
+    def transfer_s(self, n_bytes: float, chunk_bytes: int = 0) -> float:
         """Return the time of an alltoall or an allgather among all ranks."""
-        return transfer_s(n_bytes, self.n_ranks, self.machine)
+        return transfer_s(n_bytes, self.n_ranks, self.machine, chunk_bytes)
 
     def sum_s(self, n_bytes: float) -> float:
         """Return the time of summing the segments that a rank receives, including its own."""

@@ -176,7 +176,8 @@ def few_bits_s(scenario: Scenario, share: float, plan: parts.LayerPlan) -> float
         host_bytes_per_s=machine.host_bytes_per_s or machine.bytes_per_s,
         reduce_bytes_per_s=1 / sums_s,
     )
-    return simulate(replace(scenario, machine=few), plan).step_s
+    # Codes are not cut.
+    return simulate(replace(scenario, machine=few), replace(plan, gather_bytes=0)).step_s
 
 
 # One plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tfscale.config import PlanError
 from tfscale.plan.buckets import BYTES_PER_VALUE
-from tfscale.plan.costs import Scenario, allreduce_s
+from tfscale.plan.costs import Scenario, allreduce_s, relayed
 from tfscale.plan.parts import LayerPart, LayerPlan, message_bytes
 
 COMPUTE, COMMUNICATION, SUMS = range(3)
@@ -287,8 +287,22 @@ class _Builder:
 
     def _allreduce(self, part: LayerPart) -> int:
         n_bytes, size, machine = self._n_bytes(part), self.scenario.n_ranks, self.scenario.machine
-        duration = allreduce_s(n_bytes, size, machine, self.plan.algorithm)
-        sent = self._send(duration, n_bytes, self._ready(part), "allreduce", 0)
+        is_direct = (
+            self.plan.algorithm == "direct"
+            and size > 1
+            and relayed(n_bytes, size, machine.n_hosts(size)) is None
+        )
+        # Sums overlap with messages of other buckets, unless a call of MPI blocks or computation
+        # takes cores from the thread that sums and sends: measured steps are those of one stream.
+        has_core = machine.message_share == 1.0
+        if not (is_direct and has_core and self.plan.piece_bytes):
+            duration = allreduce_s(n_bytes, size, machine, self.plan.algorithm)
+            sent = self._send(duration, n_bytes, self._ready(part), "allreduce", 0)
+            return self._whole_update(part, (sent,))
+        half_s = self.scenario.transfer_s(n_bytes)
+        sent = self._send(half_s, n_bytes, self._ready(part), "allreduce", 0)
+        summed = self._add(SUMS, self.scenario.sum_s(n_bytes), (sent,), "sum")
+        sent = self._send(half_s, n_bytes, (summed,), "sums", 0)
         return self._whole_update(part, (sent,))
 
     def _whole_update(self, part: LayerPart, after: tuple[int, ...]) -> int:
@@ -320,7 +334,7 @@ class _Builder:
         duration = scenario.update_s(segment / BYTES_PER_VALUE)
         done = self._add(COMPUTE, duration, after, "update", priority)
         done = self._average(part, segment, done)
-        seconds = scenario.transfer_s(n_bytes)
+        seconds = scenario.transfer_s(n_bytes, self.plan.gather_bytes)
         return self._send(seconds, n_bytes, (done,), "gather", self._order(part))
 
     def _sharded(self, part: LayerPart) -> int:

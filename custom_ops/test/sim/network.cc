@@ -18,8 +18,13 @@ constexpr Time kNoticed = 20 * kMilli;
 Network::Network(World& world)
     : world_(world),
       n_requests_(static_cast<size_t>(world.size()), 0),
+      n_completed_(static_cast<size_t>(world.size()), 0),
+      n_unexpected_(static_cast<size_t>(world.size()), 0),
       died_at_(static_cast<size_t>(world.size()), kNever),
-      link_free_(static_cast<size_t>(world.size()), 0) {
+      link_free_(static_cast<size_t>(world.size()), 0),
+      arrivals_free_(static_cast<size_t>(world.size()), 0),
+      ports_(static_cast<size_t>(2 * world.size())),
+      loads_(static_cast<size_t>(world.size())) {
   std::vector<int> all;
   for (int rank = 0; rank < world.size(); ++rank) all.push_back(rank);
   NewComm(all);
@@ -68,6 +73,59 @@ Time Network::TimeOf(int from, int to, size_t bytes) {
   return time + (is_inside ? latency / 20 : latency) + world_.random().Below(machine.jitter);
 }
 
+bool Network::IsInside(const Message& message) const {
+  const std::vector<int>& host_of = world_.machine().host_of;
+  return host_of[static_cast<size_t>(message.from_process)] ==
+         host_of[static_cast<size_t>(message.to_process)];
+}
+
+std::deque<Message*>& Network::PortOf(const Message& message) {
+  const int port = 2 * message.from_process + (IsInside(message) ? 0 : 1);
+  return ports_[static_cast<size_t>(port)];
+}
+
+void Network::Enter(Message* message) {
+  std::deque<Message*>& port = PortOf(*message);
+  port.push_back(message);
+  if (port.size() == 1) BeginNext(port);
+}
+
+void Network::BeginNext(std::deque<Message*>& port) {
+  Message* message = port.front();
+  const Machine& machine = world_.machine();
+  const double bytes = static_cast<double>(message->bytes);
+  if (IsInside(*message)) {
+    const Time copy = static_cast<Time>(bytes / machine.host_bytes_per_ns);
+    const Time end = world_.now() + machine.host_message_time + copy;
+    world_.At(end, [this, message] { Depart(message); });
+  } else {
+    world_.At(world_.now() + machine.message_time, [this, message] { TakeLink(message); });
+  }
+}
+
+void Network::TakeLink(Message* message) {
+  const Machine& machine = world_.machine();
+  const int host = machine.host_of[static_cast<size_t>(message->from_process)];
+  Time& free = link_free_[static_cast<size_t>(host)];
+  const double wire = static_cast<double>(message->bytes) / machine.bytes_per_ns;
+  free = std::max(free, world_.now()) + static_cast<Time>(wire);
+  world_.At(free, [this, message] { Depart(message); });
+}
+
+void Network::Depart(Message* message) {
+  std::deque<Message*>& port = PortOf(*message);
+  port.pop_front();
+  if (!port.empty()) BeginNext(port);
+  if (message->send != nullptr) Complete(std::exchange(message->send, nullptr), 0, 0);
+  if (IsInside(*message)) return Arrive(message);
+  const Machine& machine = world_.machine();
+  Time& free = arrivals_free_[static_cast<size_t>(
+      machine.host_of[static_cast<size_t>(message->to_process)])];
+  const Time wire = static_cast<Time>(static_cast<double>(message->bytes) / machine.bytes_per_ns);
+  free = std::max(world_.now(), free + wire);
+  world_.At(free, [this, message] { Arrive(message); });
+}
+
 SimRequest* Network::Send(const void* data, size_t bytes, int to, int tag, int id) {
   Comm& of = comm(id);
   Random& random = world_.random();
@@ -80,21 +138,34 @@ SimRequest* Network::Send(const void* data, size_t bytes, int to, int tag, int i
   request->data = const_cast<char*>(static_cast<const char*>(data));
   auto* message = new Message{
       id, from, to, request->process, of.ranks[static_cast<size_t>(to)], tag, bytes, n_messages_++};
-  message->is_eager = bytes <= static_cast<size_t>(world_.machine().eager_bytes);
-  message->data.assign(request->data, request->data + bytes);
+  const bool is_timed = world_.machine().is_timed();
+  const bool is_short = bytes <= static_cast<size_t>(world_.machine().eager_bytes);
+  message->is_eager = is_short || is_timed;
+  const bool is_hollow = world_.machine().IsHollow(data);
+  if (!is_hollow) message->data.assign(request->data, request->data + bytes);
   message->source = request->data;
   world_.Note("sends", message->to_process, tag, static_cast<int64_t>(bytes));
-  sent_.push_back({world_.now(), request->process, id, tag, static_cast<int64_t>(bytes)});
-  Sum& sum = bytes_sent_[{id, tag}];
-  sum.bytes += static_cast<int64_t>(bytes);
-  sum.longest = std::max(sum.longest, static_cast<int64_t>(bytes));
+  if (!is_timed) {
+    sent_.push_back({world_.now(), request->process, id, tag, static_cast<int64_t>(bytes)});
+    Sum& sum = bytes_sent_[{id, tag}];
+    sum.bytes += static_cast<int64_t>(bytes);
+    sum.longest = std::max(sum.longest, static_cast<int64_t>(bytes));
+  }
   const size_t pair = static_cast<size_t>(to) * of.ranks.size() + static_cast<size_t>(from);
   of.unmatched[pair].push_back(message);
-  if (message->is_eager && random.Chance(0.9)) {
+  if (is_timed ? is_short : is_short && random.Chance(0.9)) {
     request->is_complete = true;
+    ++n_completed_[static_cast<size_t>(request->process)];
   } else {
     message->send = request;
     request->message = message;
+  }
+  if (is_timed) {
+    Load& load = loads_[static_cast<size_t>(request->process)];
+    ++load.n_messages;
+    load.bytes += static_cast<int64_t>(bytes);
+    world_.At(world_.now(), [this, message] { Enter(message); });
+    return request;
   }
   Time arrival = TimeOf(message->from_process, message->to_process, message->is_eager ? bytes : 0);
   if (world_.machine().lost > 0 && world_.has_begun() && random.Chance(world_.machine().lost)) {
@@ -118,6 +189,7 @@ SimRequest* Network::Receive(void* data, size_t bytes, int from, int tag, int id
   for (Message* message : of.unmatched[pair]) {
     if (message->tag != tag) continue;
     if (!message->has_arrived) break;
+    --n_unexpected_[static_cast<size_t>(request->process)];
     Match(message, request);
     return request;
   }
@@ -157,6 +229,7 @@ void Network::Arrive(Message* message) {
     Match(message, receive);
     return;
   }
+  ++n_unexpected_[static_cast<size_t>(message->to_process)];
   if (message->is_eager && message->send != nullptr && world_.random().Chance(0.5)) {
     Complete(std::exchange(message->send, nullptr), 0, 0);
   }
@@ -194,14 +267,14 @@ void Network::Deliver(Message* message) {
   }
   if (receiver.is_dead) return;
   // Memory of a send must stay as it is until it has completed.
-  if (message->send != nullptr && message->bytes > 0 &&
+  if (message->send != nullptr && !message->data.empty() &&
       std::memcmp(message->source, message->data.data(), message->bytes) != 0) {
     world_.Violate("what rank " + std::to_string(message->from_process) +
                    " sends changed under way, tag " + std::to_string(message->tag));
   }
   SimRequest* receive = message->receive;
   const size_t n = std::min(receive->bytes, message->bytes);
-  if (n > 0) std::memcpy(receive->data, message->data.data(), n);
+  if (n > 0 && !message->data.empty()) std::memcpy(receive->data, message->data.data(), n);
   receive->message = nullptr;
   Complete(receive, message->bytes > receive->bytes ? MPI_ERR_TRUNCATE : 0, n);
   if (message->send != nullptr) Complete(message->send, 0, 0);
@@ -210,6 +283,7 @@ void Network::Deliver(Message* message) {
 
 void Network::Complete(SimRequest* request, int error, size_t bytes) {
   request->is_complete = true;
+  ++n_completed_[static_cast<size_t>(request->process)];
   request->error = error;
   request->n_received = bytes;
   request->message = nullptr;
@@ -220,6 +294,10 @@ Message* Network::Find(int from, int tag, int id) {
   Comm& of = comm(id);
   const size_t n = of.ranks.size();
   const size_t own = static_cast<size_t>(Place(id));
+  const int process = world_.current();
+  // Most probes find nothing.
+  if (world_.machine().is_timed() && n_unexpected_[static_cast<size_t>(process)] == 0)
+    return nullptr;
   const size_t first = static_cast<size_t>(world_.random().Below(static_cast<int64_t>(n)));
   for (size_t i = 0; i < n; ++i) {
     const size_t sender = (first + i) % n;
@@ -236,6 +314,7 @@ Message* Network::Find(int from, int tag, int id) {
 
 void Network::Free(SimRequest* request) {
   --n_requests_[static_cast<size_t>(request->process)];
+  if (request->is_complete) --n_completed_[static_cast<size_t>(request->process)];
   requests_.back()->place = request->place;
   requests_[request->place] = requests_.back();
   requests_.pop_back();

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -76,6 +77,8 @@ class Network {
   void RequireUnused(int process, const void* data, size_t bytes, const char* what);
   // Requests of a process that have not completed.
   int64_t n_requests(int process) const { return n_requests_[static_cast<size_t>(process)]; }
+  // Those that have, and are not freed.
+  int64_t n_completed(int process) const { return n_completed_[static_cast<size_t>(process)]; }
   // Messages that no rank has received, to processes that are not dead.
   int64_t n_unmatched() const;
   // What has not arrived or completed, for reports.
@@ -88,6 +91,11 @@ class Network {
   };
   // All messages so far.
   const std::vector<Sent>& sent() const { return sent_; }
+  // What a process of a timed machine has sent so far.
+  struct Load {
+    int64_t n_messages = 0, bytes = 0;
+  };
+  const Load& load(int process) const { return loads_[static_cast<size_t>(process)]; }
   // What was sent so far in communicators of these ranks, with tags in [first, end).
   struct Sum {
     int64_t bytes = 0, longest = 0;
@@ -100,14 +108,26 @@ class Network {
   void Deliver(Message* message);
   void Complete(SimRequest* request, int error, size_t bytes);
   Time TimeOf(int from, int to, size_t bytes);
+  bool IsInside(const Message& message) const;
+  // On a timed machine a message waits for its sender, and for the links of both hosts.
+  std::deque<Message*>& PortOf(const Message& message);
+  void Enter(Message* message);
+  void BeginNext(std::deque<Message*>& port);
+  void TakeLink(Message* message);
+  void Depart(Message* message);
 
   World& world_;
   std::vector<std::unique_ptr<Comm>> comms_;
-  std::vector<SimRequest*> requests_;     // all that are not freed
-  std::vector<int64_t> n_requests_;       // by process
-  std::vector<Time> died_at_;             // by process; kNever
-  std::vector<Time> link_free_;           // by host
-  std::set<std::pair<int, int>> broken_;  // processes between which a message was lost
+  std::vector<SimRequest*> requests_;        // all that are not freed
+  std::vector<int64_t> n_requests_;          // by process
+  std::vector<int64_t> n_completed_;         // by process
+  std::vector<int64_t> n_unexpected_;        // by process: messages that have come, and no receive
+  std::vector<Time> died_at_;                // by process; kNever
+  std::vector<Time> link_free_;              // by host
+  std::vector<Time> arrivals_free_;          // by host: the other direction
+  std::vector<std::deque<Message*>> ports_;  // by process: to its host; then to others
+  std::vector<Load> loads_;                  // by process
+  std::set<std::pair<int, int>> broken_;     // processes between which a message was lost
   std::vector<Sent> sent_;
   std::map<std::pair<int, int>, Sum> bytes_sent_;  // by communicator and tag
   uint64_t n_messages_ = 0;

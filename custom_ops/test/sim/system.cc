@@ -108,7 +108,9 @@ int nanosleep(const timespec* time, timespec*) {
 }
 int sched_yield() noexcept {
   World* world = Running();
-  if (world != nullptr) world->Poll(world->random().Chance(0.02) ? kLongTurn : kTurn);
+  if (world == nullptr) return 0;
+  const bool is_long = !world->machine().is_timed() && world->random().Chance(0.02);
+  world->Poll(is_long ? kLongTurn : kTurn);
   return 0;
 }
 int pthread_kill(pthread_t, int signal) noexcept {
@@ -144,7 +146,7 @@ ssize_t process_vm_readv(pid_t pid, const iovec* to, unsigned long n_to, const i
     while (done < to[k].iov_len && i < n_from) {
       const size_t n = std::min(to[k].iov_len - done, from[i].iov_len - offset);
       if (n > 0 && from[i].iov_base == nullptr) return total > 0 ? total : (errno = EFAULT, -1);
-      if (n > 0) {
+      if (n > 0 && !world->machine().IsHollow(from[i].iov_base)) {
         std::memcpy(static_cast<char*>(to[k].iov_base) + done,
                     static_cast<const char*>(from[i].iov_base) + offset, n);
       }
@@ -157,6 +159,8 @@ ssize_t process_vm_readv(pid_t pid, const iovec* to, unsigned long n_to, const i
       }
     }
   }
+  const bool is_charged = rank != world->current() && world->machine().is_timed();
+  if (is_charged) world->Work(total, world->machine().host_bytes_per_ns);
   return total;
 }
 }

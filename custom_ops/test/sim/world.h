@@ -111,6 +111,20 @@ struct Machine {
   double lost = 0.0;           // chance that a packet is sent again
   bool reports_death = false;  // MPI notices that a peer has died
   bool shuffles = false;       // MPI reports what has completed in any order, not all at once
+
+  // Of a machine whose steps are timed, as the planner describes it (steps.cc): a rank sends one
+  // message after another, each of which takes so long besides its bytes.
+  Time message_time = 0, host_message_time = 0;  // between hosts, and inside of one
+  double host_bytes_per_ns = 0;                  // inside of a host
+  // Memory without contents: time is charged for its bytes, but they are never touched.
+  const char* hollow = nullptr;
+  size_t hollow_bytes = 0;
+
+  bool is_timed() const { return hollow != nullptr; }
+  bool IsHollow(const void* data) const {
+    const char* at = static_cast<const char*>(data);
+    return is_timed() && hollow <= at && at < hollow + hollow_bytes;
+  }
 };
 
 class Network;
@@ -167,6 +181,10 @@ class World {
   // was signalled, or woken up for no reason.
   bool Wait(const void* condition, Time until, const char* where);
   void Sleep(Time time, const char* where) { Wait(nullptr, now() + time, where); }
+  // The fiber needs its core for so long; other threads have others.
+  void Work(int64_t bytes, double bytes_per_ns) {
+    Sleep(static_cast<Time>(static_cast<double>(bytes) / bytes_per_ns), "works");
+  }
   // Gives the core away: at most for `time`, less if anything happens to the process.
   void Poll(Time time);
   void Signal(const void* condition);
