@@ -154,7 +154,7 @@ def timed(program: Path, text: str) -> Timed:
 
 
 def row_of(case: Case, virtual: Timed) -> dict:
-    """What was simulated of a case, with the planner's forecast."""
+    """A simulated case, with the planner's forecast."""
     predicted = simulate(case.scenario(), case.plan())
     return {
         **asdict(case),
