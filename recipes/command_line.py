@@ -82,6 +82,9 @@ def check_flags() -> None:
         refuse(reason, none)
     else:
         refuse("--distance-weights needs --average-every.", {"distance_weights": 0.0})
+    if FLAGS.exchange == "horovod":
+        reason = "Under --exchange horovod ranks average gradients, in float32."
+        refuse(reason, {"groups": 1, "compression": "none"})
     if FLAGS.groups == 1:
         refuse("--overlap needs --groups.", {"overlap": 0})
         refuse("--local-average needs --groups.", {"local_average": "parameters"})

@@ -49,13 +49,22 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def command(row: str, seed: str, folder: Path) -> list[str]:
     """The command of one run."""
-    given = {**_STUDY["FLAGS"], "batch_size": 128, **ROWS[row][1], "epochs": _MOST_EPOCHS}
-    given |= {"seed": seed, "run_dir": folder.parent, "run_name": folder.name}
-    given |= {"stop_at": FLAGS.target}
-    given.pop("interval")  # of local SGD
-    recipe = [sys.executable, str(_HERE / "vgg.py"), *(f"--{k}={v}" for k, v in given.items())]
+    where = [f"--run_dir={folder.parent}", f"--run_name={folder.name}"]
+    recipe = [sys.executable, str(_HERE / "vgg.py"), *_flags(row, seed), *where]
     place = ["-np", str(_RANKS), "--rate", FLAGS.rate]
     return [sys.executable, "-m", "tools.cluster", "run", *place, "--", *recipe]
+
+
+def _flags(row: str, seed: str) -> list[str]:
+    given = {**_STUDY["FLAGS"], "batch_size": 128, **ROWS[row][1], "epochs": _MOST_EPOCHS}
+    given |= {"seed": seed, "stop_at": FLAGS.target}
+    given.pop("interval")  # of local SGD
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def key_of(row: str, seed: str) -> str:
+    """The links and flags of a run, by which it is known wherever it was made."""
+    return " ".join([FLAGS.rate, *_flags(row, seed)])
 
 
 def seconds_to_target(folder: Path) -> tuple[list[dict[str, Any]], float]:
@@ -75,10 +84,12 @@ def _has_reached(folder: Path) -> bool:
     return bool(epochs) and epochs[-1]["val_accuracy"] >= FLAGS.target
 
 
-def _product(row: str, epochs: list[dict[str, Any]], benchmarks: list[dict[str, Any]]) -> float:
-    total = 0.0
-    for epoch in epochs:
-        batch = int(epoch["batch_size"])
+def _measured_steps(
+    row: str, epochs: list[dict[str, Any]], benchmarks: list[dict[str, Any]]
+) -> dict[int, float]:
+    """The median seconds of a step with each batch of a run."""
+    found = {}
+    for batch in sorted({int(epoch["batch_size"]) for epoch in epochs}):
         case, system = f"vgg_small_{batch}", ROWS[row][0]
         samples = [
             seconds
@@ -91,8 +102,8 @@ def _product(row: str, epochs: list[dict[str, Any]], benchmarks: list[dict[str, 
                 f"The results of benchmarks must have the steps of {case} with {system} at "
                 f"{FLAGS.rate}. Received: none. See --help for how to measure them."
             )
-        total += _IMAGES // batch * statistics.median(samples)
-    return total
+        found[batch] = statistics.median(samples)
+    return found
 
 
 def _draw(runs: list[dict[str, Any]], path: Path) -> None:
@@ -139,32 +150,35 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 2:
         sys.exit(f"The results of benchmarks must be given. Received: {arguments[1:]}. See --help.")
     benchmarks = json.loads(Path(arguments[1]).read_text(encoding="utf-8"))
-    made = provenance.describe()
     runs: list[dict[str, Any]] = []
     for seed in FLAGS.seeds:
         for row in ROWS:
-            folder = Path(FLAGS.runs) / f"{row.replace(', ', '-').replace(' ', '-')}-seed{seed}"
-            words = command(row, seed, folder)
-            key = " ".join(words[1:])
+            name = row.replace(", ", "-").replace(" ", "-")
+            folder = Path(FLAGS.runs).resolve() / f"{name}-seed{seed}"
+            words, key = command(row, seed, folder), key_of(row, seed)
             if study_metadata.read(folder).get("key") != key or not _has_reached(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                study_metadata.write(folder, key, made)
+                study_metadata.write(folder, key, provenance.describe())
                 print(f"{row}, seed {seed}", flush=True)
                 subprocess.run(words, check=True, cwd=_HERE.parent)
             epochs, train_s = seconds_to_target(folder)
-            n_steps = sum(_IMAGES // int(epoch["batch_size"]) for epoch in epochs)
-            numbers = {"n_steps": n_steps, "n_train_s": train_s, "n_seconds": epochs[-1]["seconds"]}
-            numbers["n_product_s"] = _product(row, epochs, benchmarks["runs"])
+            step_s = _measured_steps(row, epochs, benchmarks["runs"])
+            batches = [int(epoch["batch_size"]) for epoch in epochs]
+            numbers: dict[str, Any] = {"n_steps": sum(_IMAGES // batch for batch in batches)}
+            numbers |= {"n_train_s": train_s, "n_seconds": epochs[-1]["seconds"]}
+            numbers["n_product_s"] = sum(_IMAGES // batch * step_s[batch] for batch in batches)
+            numbers["measured_step_s"] = step_s
             by = {k: v for k, v in study_metadata.read(folder).items() if k != "key"}
             runs.append({"row": row, "seed": seed, **by, **numbers, "epochs": epochs})
     where = Path(FLAGS.output or _HERE / "results" / "whole_runs")
     title = f"Whole runs to {100 * FLAGS.target:g} %: a small VGG, all of Fashion-MNIST"
-    text = [f"# {title}", "", f"![{title}](whole_runs.png)", "", *_table(runs), ""]
+    text = [f"# {title}", "", f"![{title}]({where.name}.png)", "", *_table(runs), ""]
     text += [f"Four emulated hosts with links of {FLAGS.rate} that share two cores."]
     text += ["The product is of the run's steps and a step without input, dropout and metrics.", ""]
     text += ["Made by `python recipes/whole_runs.py` (its first lines say how)", ""]
     text += [f"* Commit: {', '.join(sorted({run['commit'] for run in runs}))}"]
     text += [f"* Machine: {', '.join(sorted({run['machine'] for run in runs}))}"]
+    text += [f"* Versions: {'; '.join(sorted({run['versions'] for run in runs}))}"]
     where.with_suffix(".md").write_text("\n".join(text) + "\n", encoding="utf-8")
     content = {"target": FLAGS.target, "rate": FLAGS.rate, "runs": runs}
     where.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

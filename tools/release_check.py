@@ -2,10 +2,10 @@
 
     python tools/release_check.py [FILE ...]
 
-For each file of results that `python -m benchmarks` wrote, by default those in docs/, a line per
-suite and place: how many runs there are, and how many were measured before the last commit that
-changed `custom_ops/comm`, by changed files ("+" after the commit), or by a commit that is not in
-this history. Exits with 1 if there is one.
+For each file of results that `python -m benchmarks` wrote, by default those directly in docs/, a
+line per suite and place: how many runs there are, and how many of them are old. Old runs were
+measured before the last commit that changed `custom_ops/comm`, by changed files ("+" after the
+commit), or by a commit that is not in this history. Exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def last_change(folder: str, root: Path = ROOT) -> str:
 
 
 def has(commit: str, change: str, root: Path = ROOT) -> bool:
-    """True if the commit contains the change; False if files had changed besides, or is unknown."""
+    """True if a known commit contains the change, and no file was changed besides ("+")."""
     return _git(root, "merge-base", "--is-ancestor", change, commit).returncode == 0
 
 

@@ -54,7 +54,7 @@ def _flags(sources: Path) -> list[str]:
 
 
 def build(replaced: Path | None = None, times_steps: bool = False) -> Path:
-    """Compile the engine and the simulator; return the program, or with `times_steps` that.
+    """Compile the engine and the simulator; return the program: `steps` with `times_steps`.
 
     `replaced` is compiled instead of the source of the same name; the program is beside it.
     """

@@ -83,7 +83,7 @@ class Timed:
 
 
 def machine_of(name: str, ranks_per_host: int) -> Machine:
-    """The machine, inside of whose hosts ranks have 4 GB/s and 5 us, as in `tfscale plan`."""
+    """The machine; with several ranks per host these have 4 GB/s and 5 us between them."""
     machine = find_machine(name)
     if ranks_per_host == 1:
         return machine
@@ -221,6 +221,8 @@ def draw(rows: Sequence[dict], path: Path) -> None:
         },
         key=lambda panel: (panel[0], panel[2], panel[1]),
     )
+    if not panels:
+        return
     n_columns = min(3, len(panels))
     n_rows = -(-len(panels) // n_columns)
     figure, axes = pyplot.subplots(
@@ -279,7 +281,8 @@ def save(rows: Sequence[dict], path: Path) -> None:
     """Write rows in the order of the table."""
     names = ("model", "machine", "ranks_per_host", "n_ranks", "exchange")
     ordered = sorted(rows, key=lambda row: [row[name] for name in names])
-    path.write_text(json.dumps({"provenance": describe(), "rows": ordered}, indent=1) + "\n")
+    made = {**describe(), "command": ["python", "tools/simulate_steps.py", *sys.argv[1:]]}
+    path.write_text(json.dumps({"provenance": made, "rows": ordered}, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -297,6 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.relay:
         print_relay()
         return 0
+    if options.forecast and not options.output:
+        parser.error("--forecast needs --output, the folder of the rows.")
+    for name in {*options.machine} - {*BATCHES[next(iter(BATCHES))]}:
+        parser.error(f"--machine must be one of those with a batch. Received: {name}.")
     path = options.output and options.output / "virtual-steps.json"
     rows = json.loads(path.read_text())["rows"] if path and path.exists() else []
     if options.forecast:

@@ -513,8 +513,8 @@ void Scheduler::GiveUpWaiting(int plan) {
     }
   };
   give_up([](const Task& task) { return task.is_cancelled != nullptr; });
-  // What an earlier step posted, of a run that is whole, others wait for before they come to the
-  // slots that this step still waits for.
+  // What an earlier step has posted stays, where its run is whole: other ranks wait for that before
+  // they come to the slots that this step waits for.
   give_up([&](const Task& task) { return task.execution >= queue.n_complete_executions(); });
 }
 

@@ -27,9 +27,8 @@ def test_whole_runs_stand_beside_their_products(tmp_path, capsys):
         ):
             folder = tmp_path / f"{row.replace(', ', '-').replace(' ', '-')}-seed1"
             folder.mkdir()
-            made = {"commit": "0123abc", "machine": "any"}
-            key = " ".join(whole_runs.command(row, "1", folder)[1:])
-            study_metadata.write(folder, key, made)
+            made = {"commit": "0123abc", "machine": "any", "versions": "1"}
+            study_metadata.write(folder, whole_runs.key_of(row, "1"), made)
             line = {"epoch": 1, "train_seconds": train_s / 2, "batch_size": batch}
             lines = [{**line, "seconds": 70, "val_accuracy": 0.8}]
             lines += [{**line, "seconds": 140, "val_accuracy": 0.9, "epoch": 2}]

@@ -88,6 +88,14 @@ def test_sparse_averages_send_less_than_all_others():
     assert sparse.sent_bytes == pytest.approx(3 * 0.72e6 / 30, rel=0.02)
     assert sparse.step_s == min(o.step_s for o in options.values())
     assert options["exact"].step_s > 100  # two minutes
+    # Half of the steps exact, the others with an average of all in eight, which nothing hides.
+    half = options["local SGD in the second half"]
+    average_bytes = 2 * 3 / 4 * 4 * published("resnet50").n_values
+    apart_s = 5.5 + average_bytes / 8 / 1.25e6
+    assert half.step_s == pytest.approx((options["exact"].step_s + apart_s) / 2, rel=0.01)
+    assert half.sent_bytes == pytest.approx(
+        (options["exact"].sent_bytes + average_bytes / 8) / 2, rel=0.01
+    )
     # At 1.25 MB/s the bytes take as long as the step, which waits for nothing else.
     for name in ("exact", "int8 gradients"):
         assert options[name].sent_bytes / 1.25e6 == pytest.approx(options[name].step_s, rel=0.1)
