@@ -108,6 +108,11 @@ FIXES = {
         "return is_stranded(task) && is_early(task);",
         "return is_early(task) && false;",
     ),
+    "a step that fails gives up what the step before has posted": (
+        "scheduler",
+        "return task.execution >= queue.n_complete_executions();",
+        "return task.queue == &queue;",
+    ),
 }
 _NO_PROGRAM = "does not compile"
 # Seeds in a process, which ends after so many seconds of a core: a mutant may never end.
