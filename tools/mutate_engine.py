@@ -54,13 +54,6 @@ FIXES = {
         "if (kind == MarkKind::kLeft) mark.counts = past_counts_;",
         "",
     ),
-    # Survives: the members hear by the next mark of this rank, or its next announcement, that the
-    # run is given up, and its step is applied on no rank either way.
-    "a stop ends what a smaller group has begun": (
-        "scheduler",
-        "    if (queue.is_whole()) return;\n",
-        "",
-    ),
     "a stop leaves incomplete runs waiting": (
         "scheduler",
         "    AnnounceGivenUp();\n    // In a smaller",
