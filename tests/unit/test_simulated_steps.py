@@ -15,7 +15,7 @@ from tfscale.plan.simulate import simulate
 
 MACHINE = Machine("1 Gbit/s", 40e-6, 125e6, 4e9, 100e9, 15e9)
 INSIDE = {"host_latency_s": 5e-6, "host_bytes_per_s": 4e9}
-TABLE = LayerTable("tiny", tuple(dense(f"dense{i}", 700, 700) for i in range(4)))
+TABLE = LayerTable("tiny", tuple(dense(f"dense{i}", 700, 500 + 130 * i) for i in range(4)))
 
 
 @pytest.fixture(scope="module")
