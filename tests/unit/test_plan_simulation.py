@@ -83,6 +83,37 @@ def test_gathers_in_forward_order_let_the_next_step_begin_earlier():
     assert simulate(scenario, plan).step_s == pytest.approx(15.0)
 
 
+def test_sums_of_an_allreduce_overlap_with_other_messages():
+    """Two layers, each sent for 2 s, summed for 4 s and sent for 2 s more, ready at 4 and 5 s.
+
+    b is sent until 6 and summed until 10 while a is sent until 8; a is summed from 10 to 14. Where
+    computation slows messages down, the thread that sums sends nothing meanwhile.
+    """
+    # Long enough to be sent directly.
+    table = LayerTable("long", (layer("a", 10**4), layer("b", 10**4)))
+    summing = dataclasses.replace(UNIT, bytes_per_s=1e4, reduce_bytes_per_s=1e4)
+    for share, step_s in ((1.0, 14 + 2.0), (0.99, 4 + 2 * (2 + 4 + 2.0))):
+        scenario = Scenario(table, dataclasses.replace(summing, message_share=share), 2, 2)
+        assert scenario.sum_s(4 * 10**4) == pytest.approx(4.0)
+        predicted = simulate(scenario, bucketed(table, 0))
+        assert predicted.step_s == pytest.approx(step_s, rel=0.02)
+
+
+def test_gathers_are_cut_into_messages():
+    """Each message more takes the latency, once for each other host."""
+    table = LayerTable("one", (layer("a", 100),))
+    machine = dataclasses.replace(UNIT, latency_s=1e-5)
+    scenario = Scenario(table, machine, 4, 4)
+    cut, whole = (
+        simulate(
+            scenario, dataclasses.replace(bucketed(table, 0, "sharded"), gather_bytes=n)
+        ).step_s
+        for n in (10, 0)
+    )
+    # A segment is 100 bytes: ten messages instead of one, to three hosts.
+    assert cut - whole == pytest.approx(9 * 3 * 1e-5, rel=1e-3)
+
+
 def test_one_rank_sends_nothing():
     for kind in ("allreduce", "sharded"):
         scenario = Scenario(two_layers(), UNIT, 1, 2)
