@@ -3,6 +3,7 @@
 import contextlib
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import batch_growth
@@ -54,6 +55,8 @@ def _recipe(name, words):
         ("--average-every 1 --interval 8", "Received: --interval 8"),
         ("--average-every 1 --exchange sharded", "Received: --exchange sharded"),
         ("--average-every 1 --compression bf16", "Received: --compression bf16"),
+        ("--exchange horovod --groups 2", "Under --exchange horovod .*: --groups 2"),
+        ("--exchange horovod --compression int8", "Received: --compression int8"),
         ("--distance-weights 1", "--distance-weights needs --average-every"),
         ("--overlap 2", "--overlap needs --groups"),
         ("--local-average gradients", "--local-average needs --groups"),
@@ -70,6 +73,22 @@ def _recipe(name, words):
 def test_flags_without_effect_are_refused(words, told):
     with _recipe("lenet", words.split()), pytest.raises(SystemExit, match=told):
         training.start()
+
+
+def test_vgg_stops_at_an_accuracy():
+    with _recipe("vgg", ["--stop-at", "0.9"]) as names:
+        stop = names["StopAt"]()
+        stop.set_model(keras.Sequential())
+        for accuracy, is_over in ((0.8999, False), (0.9, True)):
+            stop.model.stop_training = False
+            stop.on_epoch_end(0, {"val_accuracy": accuracy})
+            assert stop.model.stop_training is is_over
+
+
+def test_horovod_is_needed_for_its_exchange(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod.tensorflow", None)
+    with _recipe("vgg", ["--exchange", "horovod"]), pytest.raises(SystemExit, match="make horovod"):
+        training.distributed(keras.optimizers.SGD())
 
 
 def test_commands_that_are_published_are_taken(monkeypatch):
