@@ -286,5 +286,5 @@ def _names(axes: Axes, names: Sequence[str]) -> None:
 def _legend(axes: Axes) -> None:
     """Draw the legend above the axes, where it hides no curve."""
     count = len(axes.get_legend_handles_labels()[1])
-    columns = 2 if count <= 6 else 3
+    columns = 1 if count <= 2 else 2 if count <= 6 else 3
     axes.legend(fontsize=7, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
