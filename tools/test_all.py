@@ -35,6 +35,7 @@ COPIED = (
 OF_SOURCES = (
     *("test_structure", "test_house", "test_error_texts", "test_packaging", "test_prose"),
     "test_simulated_engine",
+    "test_simulated_steps",
 )
 # A unit may take longer than expected by this factor.
 SLACK = 1.25
@@ -67,7 +68,12 @@ UNITS = (
     Unit("C++, address sanitizer", 2.5, ("--variants", "address"), tool="cpp_tests.py"),
     Unit("C++, thread sanitizer", 3.5, ("--variants", "thread"), tool="cpp_tests.py"),
     Unit("engine, simulated", 6.0, ("--seconds", "300", "--jobs", "2"), tool="simulate_engine.py"),
-    Unit("simulator", 0.5, ("tests/unit/test_simulated_engine.py",), is_of_sources=True),
+    Unit(
+        "simulator",
+        1.0,
+        ("tests/unit/test_simulated_engine.py", "tests/unit/test_simulated_steps.py"),
+        is_of_sources=True,
+    ),
     Unit(
         "unit",
         9.0,

@@ -28,9 +28,9 @@ def test_one_seed_is_one_run_byte_for_byte(program):
 
 
 def test_a_run_does_not_depend_on_those_before_it(program):
-    alone = simulate_engine.run_batch(program, 9, 1, [])
-    after_others = simulate_engine.run_batch(program, 2, 8, [])
-    up_to_it = simulate_engine.run_batch(program, 2, 7, [])
+    alone = simulate_engine.run_batch(program, 10, 1, [])
+    after_others = simulate_engine.run_batch(program, 2, 9, [])
+    up_to_it = simulate_engine.run_batch(program, 2, 8, [])
     assert not alone.problems
     assert not after_others.problems
     assert after_others.n_collectives - up_to_it.n_collectives == alone.n_collectives > 0

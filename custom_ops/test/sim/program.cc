@@ -345,17 +345,18 @@ bool Program::Fit(int number) {
         open_meeting_ = Post(scenario_.meeting, 0, kMeeting, 0);
       }
       const bool fails = is_turn && IsTurn(Turn::kStepFails, number, epoch);
-      const Outcome outcome = RunStep(fit.plans[static_cast<size_t>(s)], fails);
+      // After an uneven epoch ranks may be a step apart, and only calls of steps know it: all have
+      // the same plans.
+      const bool may_differ =
+          scenario_.turn == Turn::kUneven && scenario_.turn_fit == number &&
+          std::pair(epoch, s) >= std::pair(scenario_.turn_epoch, scenario_.turn_step);
+      const Outcome outcome = RunStep(fit.plans[static_cast<size_t>(may_differ ? 0 : s)], fails);
       invariants_.NoteStep({number, epoch, s}, outcome);
       if (outcome == Outcome::kFailed) return false;
       if (outcome == Outcome::kStopped) {
         is_stopping = true;
         break;
       }
-      // After an uneven epoch ranks may be a step apart, and only calls of steps know it.
-      const bool may_differ =
-          scenario_.turn == Turn::kUneven && scenario_.turn_fit == number &&
-          std::pair(epoch, s) >= std::pair(scenario_.turn_epoch, scenario_.turn_step);
       if (!fit.has_eager[static_cast<size_t>(s)] || may_differ) continue;
       phase = "an eager call";
       const SlotSpec& spec = scenario_.eager[static_cast<size_t>(s) % scenario_.eager.size()];
