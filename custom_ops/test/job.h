@@ -4,6 +4,7 @@
 
 #include <mpi.h>
 
+#include <atomic>
 #include <chrono>
 #include <future>
 #include <memory>
@@ -78,6 +79,7 @@ struct Place {
   int plan = -1;
   int slot = 0;
   bool may_overtake = false;
+  bool is_cancellable = false;  // called by an op that waits for it, which its step may cancel
 };
 
 // Hands a collective over; the future holds how it ended. A second call of its
@@ -92,6 +94,7 @@ inline std::future<Status> Post(OperationHandle operation, const Place& place = 
   call.slot = place.slot;
   call.may_overtake = place.may_overtake;
   call.memory = std::move(memory);
+  if (place.is_cancellable) call.is_cancelled = std::make_shared<std::atomic<bool>>(false);
   call.done = [promise](const Status& status) { promise->set_value(status); };
   std::future<Status> result = promise->get_future();
   Submit(std::move(operation), std::move(call));

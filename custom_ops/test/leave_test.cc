@@ -157,7 +157,7 @@ TEST(ARankThatLeavesAfterAStepFailedIsNotWaitedFor) {
     for (int step = 0; step < n_before; ++step) plan.Run(step);
     const std::vector<int> all = job.Ranks([](int) { return true; });
     if (job.rank() == 0) {
-      std::vector<Sum> sums = plan.PostAll(1);
+      std::vector<Sum> sums = plan.PostCancellable(1);
       job.engine().GiveUpWaiting(plan.id());
       CHECK_CONTAINS(sums[1].Wait().message, "The step failed on this rank.");
       Sum(all, job.rank(), 10, 0, {}).Check();

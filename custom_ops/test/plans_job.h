@@ -82,10 +82,11 @@ class SumPlan {
 
   int id() const { return id_; }
   int n_slots() const { return n_slots_; }
-  Sum Post(int slot, int step) const {
+  Sum Post(int slot, int step, bool is_cancellable = false) const {
     const size_t counts[] = {1, 1000, 7, 0, 5003, 64};
     const int seed = 31 * (id_ % 1000) + 7 * slot + step;
-    const Place place{"sum" + std::to_string(slot), group_, id_, slot, may_overtake_};
+    const Place place{
+        "sum" + std::to_string(slot), group_, id_, slot, may_overtake_, is_cancellable};
     return {ranks_, job_.rank(), counts[static_cast<size_t>(slot) % 6], seed, place};
   }
   // One step, as a traced function does it: slots arrive in any order.
@@ -98,6 +99,12 @@ class SumPlan {
       if (random != nullptr && (*random)() % 4 == 0) SleepMs(static_cast<int>((*random)() % 3));
       sums.push_back(Post(slot, step));
     }
+    return sums;
+  }
+  // By ops that wait for the sums, as those of gradients: cancelled where their step fails.
+  std::vector<Sum> PostCancellable(int step) const {
+    std::vector<Sum> sums;
+    for (int slot = 0; slot < n_slots_; ++slot) sums.push_back(Post(slot, step, true));
     return sums;
   }
   void Run(int step) const {
