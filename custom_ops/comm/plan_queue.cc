@@ -7,7 +7,10 @@ namespace tfscale {
 namespace {
 
 // Under way at most, of tasks whose order is that of their readers, unless it is one: small ones
-// are sent together.
+// are sent together. A large one must have ended here before the next begins: then all ranks have
+// posted what it receives. To begin the next when half was sent was 4 % faster, until a rank was
+// two large ones late: libfabric's TCP keeps a limited number of messages that come before their
+// receives, then it does not read what comes after them either.
 constexpr int64_t kOrderedBytes = 1 << 20;
 
 }  // namespace
