@@ -33,6 +33,8 @@ TORCH_SYSTEMS = ("ddp-compute", "ddp", "ddp-fp16", "ddp-powersgd")
 TORCH_MODELS = ("resnet50", "vgg_like")
 COMPUTE_ONLY = ("compute", "ddp-compute")
 SLEEPING_TORCH = ("ddp-compute", "ddp", "ddp-fsdp")
+# Where layers sleep all rounds have these; two are enough to tell others from them.
+_IN_ALL_ROUNDS = ("compute", "tcp", "tfscale-sharded")
 
 # A number without an interval is enough for these, and two rounds for large models, whose systems
 # are far apart, so that the tables take two hours.
@@ -173,7 +175,8 @@ def _sleeping_steps(model: str, place: str, choice: Choice) -> list[Cell]:
         step = (*asleep, *_blocks(system, where.n_ranks, *rounds))
         suite, given = ("collectives", stream) if system == "tcp" else ("step", step)
         there = alone if system in COMPUTE_ONLY else place
-        cells.append(Cell(suite, f"{model} {place}", system, there, where.n_ranks, given))
+        most = 0 if system in _IN_ALL_ROUNDS else 2
+        cells.append(Cell(suite, f"{model} {place}", system, there, where.n_ranks, given, most))
     return cells
 
 

@@ -134,6 +134,7 @@ def _run_sleeping(
             (number, cell)
             for number in range(n_rounds)
             for cell in cells[:: -1 if number % 2 else 1]
+            if not 0 < cell.most_rounds <= number
         ]
         for number, cell in turns:
             known = [(*sessions.key_of(r), r["round"], r["slow_motion"]) for r in done()]

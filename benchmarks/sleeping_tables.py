@@ -28,12 +28,12 @@ def samples_of(runs: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def limit_s(system: str, compute_s: float, stream_s: float, model: str) -> float:
-    """The shortest step of an exact exchange in float32.
+    """The shortest step whose communication overlaps as much as it can.
 
     Args:
         system: An allreduce leaves the forward pass without anything to overlap with.
         compute_s: A step that only computes.
-        stream_s: A stream of TCP with the bytes of an allreduce.
+        stream_s: A stream of TCP with the bytes of the exchange.
         model: Whose forward pass it is.
     """
     if system not in ("tfscale-allreduce", "horovod", "ddp"):
@@ -41,6 +41,11 @@ def limit_s(system: str, compute_s: float, stream_s: float, model: str) -> float
     found = layer_tables.read()[model]
     forward_s = compute_s * found["forward_s"] / (found["forward_s"] + found["backward_s"])
     return forward_s + max(compute_s - forward_s, stream_s)
+
+
+def sent_bytes_of(runs: Sequence[Mapping[str, Any]]) -> float:
+    """The bytes that a host's link sends in a step, or a call."""
+    return statistics.median(n_bytes for run in runs for n_bytes in run["sent_bytes"].values())
 
 
 def under_way(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -69,15 +74,13 @@ def group_table(group: str, systems: Mapping[str, Sequence[Mapping[str, Any]]]) 
         line = [name_of(system), milliseconds(samples_of(runs))]
         alone = seconds.get(compute_of(system))
         if alone and "tcp" in seconds and system not in (*COMPUTE_ONLY, "tcp"):
-            best, own = (
-                limit_s(name, alone, seconds["tcp"], model) / seconds[system]
-                for name in ("", system)
-            )
-            line += [f"{best:.3f}", f"{own:.3f}"]
+            share = sent_bytes_of(runs) / sent_bytes_of(systems["tcp"])
+            best = limit_s("", alone, seconds["tcp"], model)
+            own = limit_s(system, alone, share * seconds["tcp"], model)
+            line += [f"{limit / seconds[system]:.3f}" for limit in (best, own)]
         else:
             line += ["", ""]
-        sent = [n_bytes for run in runs for n_bytes in run["sent_bytes"].values()]
-        line.append(f"{statistics.median(sent) / 1e6:.1f}" if any(sent) else "")
+        line.append(f"{sent_bytes_of(runs) / 1e6:.1f}" if sent_bytes_of(runs) else "")
         line.append(under_way(runs))
         line.append(f"{statistics.median(run['peak_bytes'] for run in runs) / 2**20:.0f}")
         lines.append(line)

@@ -1,5 +1,6 @@
 """Models whose layers sleep: places, and that a step sleeps for as long as its table says."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,9 @@ def test_busy_cores_are_measured_again_in_slow_motion(
     assert runs == [("compute", 4), ("horovod", 4)]
     harness.measure(cells, 2, path, 1.0, lambda line: None)
     assert calls[6:] == [("horovod", 4), ("compute", 4)]
+    cells[1] = dataclasses.replace(cells[1], most_rounds=1)
+    harness.measure(cells, 2, tmp_path / "others.json", 1.0, lambda line: None)
+    assert calls[-3:] == [("compute", 4), ("horovod", 4), ("compute", 4)]
 
 
 def test_a_table_has_bytes_and_what_was_under_way() -> None:
@@ -145,11 +149,12 @@ def test_a_table_has_bytes_and_what_was_under_way() -> None:
     wire = {"wire_s": {"gradients": 1.0, "averages": 0.25}}
     runs = [
         measured("compute", 1.0, 0.0),
-        measured("tcp", 0.5, 7e7),
-        measured("tfscale-local8-g2-sharded", 1.25, 6.25e7, **wire),
+        measured("tcp", 2.0, 1e8),
+        measured("tfscale-local8-g2-sharded", 2.5, 6.25e7, **wire),
     ]
     (text,) = sleeping_tables.tables(runs)
     assert "Times in slow motion, 2 times" in text and "idle for 60%" in text
     assert "| compute only | 1000 (1000..1000) |  |  |  |  | 1024 |" in text
-    cells = "1250 (1250..1250) | 0.800 | 0.800 | 62.5 | 500 + 125 | 1024 |"
+    # Of all gradients' bytes on the link, and of its own.
+    cells = "2500 (2500..2500) | 0.800 | 0.500 | 62.5 | 500 + 125 | 1024 |"
     assert f"| tfscale local8-g2-sharded | {cells}" in text
