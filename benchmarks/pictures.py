@@ -49,11 +49,11 @@ def draw_collectives(rows: Sequence[Row], folder: Path, made: str) -> None:
     save(figure, folder / "benchmarks-allreduce.png", made)
 
 
-def draw_steps(rows: Sequence[Row], folder: Path, made: str) -> None:
+def draw_steps(rows: Sequence[Row], path: Path, made: str) -> None:
     """Draw the duration of a step, a panel per model and place, the physical limits as lines."""
     if not rows:
         return
-    n_columns = min(3, len(rows))
+    n_columns = 2 if len(rows) == 4 else min(3, len(rows))
     n_lines = -(-len(rows) // n_columns)
     size = (4.6 * n_columns, 2.9 * n_lines)
     figure, axes = plt.subplots(n_lines, n_columns, figsize=size, squeeze=False)
@@ -64,8 +64,8 @@ def draw_steps(rows: Sequence[Row], folder: Path, made: str) -> None:
     labelled = [axis for axis in axes.flat if axis.get_legend_handles_labels()[1]]
     if labelled:  # the lines mean the same in all panels
         lines = labelled[0].get_legend_handles_labels()
-        figure.legend(*lines, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.03))
-    save(figure, folder / "benchmarks-steps.png", made)
+        figure.legend(*lines, fontsize=8, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    save(figure, path, made)
 
 
 def _draw_panel(axis: plt.Axes, row: Row) -> None:
@@ -87,7 +87,9 @@ def _draw_panel(axis: plt.Axes, row: Row) -> None:
     axis.invert_yaxis()
     axis.margins(x=0.15)
     axis.tick_params(labelsize=7)
-    axis.set_title(f"{row.case}, {row.place}, {row.n_ranks} ranks", fontsize=9)
+    # Of hosts with a rank each, where layers sleep.
+    place = row.place.rpartition("@")[2] if row.where.sleep_speed else row.place
+    axis.set_title(f"{row.case}, {place}, {row.n_ranks} ranks", fontsize=9)
     axis.set_xlabel("ms per step", fontsize=8)
 
 

@@ -164,7 +164,8 @@ def main() -> None:
     made = {suite: made_by(content, suite) for suite in ("collectives", "step", "gathers")}
     runs = computed(content)
     draw_collectives(collect(runs, "collectives"), options.output, made["collectives"])
-    draw_steps(collect(runs, "step"), options.output, f"{made['step']}; bars: quartiles")
+    steps = options.output / "benchmarks-steps.png"
+    draw_steps(collect(runs, "step"), steps, f"{made['step']}; bars: quartiles")
     draw_gathers(runs, options.output, made["gathers"])
 
 

@@ -96,6 +96,8 @@ def draw(listed: list[Series], path: Path, made: str) -> None:
     for series, axis in zip(listed, axes[0], strict=True):
         ranks = sorted({n for values in series.speedups.values() for n in values})
         for system, values in series.speedups.items():
+            if len(values) == 1:
+                continue  # no line
             shares = [(n, speedup / n) for n, speedup in sorted(values.items())]
             style = {"color": "black", "linestyle": ":"}
             if system != _LIMIT:

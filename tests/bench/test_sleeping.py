@@ -1,6 +1,7 @@
 """Models whose layers sleep: places, and that a step sleeps for as long as its table says."""
 
 import dataclasses
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from benchmarks import harness, layer_tables, sleeping, sleeping_tables
+from benchmarks import (
+    harness,
+    layer_tables,
+    sessions,
+    sleeping,
+    sleeping_page,
+    sleeping_tables,
+)
 from benchmarks.cells import Choice, cells_of
 from benchmarks.places import SLOW_MOTION, Place, parse_place
 from benchmarks.workloads import make_batch
+
+DOCS = Path(__file__).parents[2] / "docs"
+# Exact in float32.
+BEST = ("tfscale-sharded", "tfscale-allreduce", "tfscale-chunked")
 
 
 @pytest.mark.parametrize(
@@ -158,3 +170,39 @@ def test_a_table_has_bytes_and_what_was_under_way() -> None:
     # Of all gradients' bytes on the link, and of its own.
     cells = "2500 (2500..2500) | 0.800 | 0.500 | 62.5 | 500 + 125 | 1024 |"
     assert f"| tfscale local8-g2-sharded | {cells}" in text
+
+
+def medians(group: str) -> dict[str, float]:
+    """Milliseconds of each system, of the committed results."""
+    runs = [r for r in sessions.read(DOCS / "sleeping.json")["runs"] if r["group"] == group]
+    systems = dict.fromkeys(run["system"] for run in runs)
+    of = {name: [run for run in runs if run["system"] == name] for name in systems}
+    return {
+        name: 1e3 * statistics.median(sleeping_tables.samples_of(found))
+        for name, found in of.items()
+    }
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    """Write it again with `python -m benchmarks.sleeping_page docs/sleeping.json --output docs`."""
+    page = (DOCS / "results" / "sleeping.md").read_text()
+    assert page.endswith("\n" + sleeping_page.page(sessions.read(DOCS / "sleeping.json")))
+
+
+def test_the_readme_has_the_committed_numbers() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    found = medians("resnet50 sleep-4x1@1gbit")
+    seconds = {name: f"{ms / 1e3:.2f} s" for name, ms in found.items()}
+    for text in (
+        f"a step takes {seconds['tfscale-sharded']}. One process takes {seconds['compute']} for",
+        f"Horovod {seconds['horovod']}",
+        f"DDP {seconds['ddp']}",
+    ):
+        assert text in " ".join(readme.split())
+    benchmarks = (DOCS / "benchmarks.md").read_text()
+    for model in layer_tables.read():
+        found = medians(f"{model} sleep-4x1@1gbit")
+        for system in ("compute", "horovod", "ddp"):
+            assert f" {found[system]:.0f} " in benchmarks
+        best = [found[name] for name in found if name in BEST]
+        assert f" {min(best):.0f} (" in benchmarks

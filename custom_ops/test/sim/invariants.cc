@@ -73,6 +73,7 @@ void Invariants::CheckHeld(int rank, const std::vector<tfscale::Event>& events,
 
 // A rank is said not to answer only where it has died or ended.
 void Invariants::CheckText(const Programs& programs, const std::string& text) {
+  CheckNamed(programs, text);
   const bool are_deaths =
       scenario_.machine.lost == 0 &&
       std::all_of(happened_.begin(), happened_.end(), [](const Fault& fault) {
@@ -94,6 +95,42 @@ void Invariants::CheckText(const Programs& programs, const std::string& text) {
     if (silent.find("rank " + std::to_string(rank) + " ") == std::string::npos) continue;
     world_.Violate("rank " + std::to_string(rank) + " lives and answers, and yet: " + text);
     return;
+  }
+}
+
+// Ranks that have died are named by those that wait for nothing else.
+void Invariants::CheckNamed(const Programs& programs, const std::string& text) {
+  const bool are_deaths =
+      !happened_.empty() && std::all_of(happened_.begin(), happened_.end(), [](const Fault& fault) {
+        return fault.kind == FaultKind::kDeath;
+      });
+  if (!are_deaths || scenario_.turn != Turn::kNone || world_.current() < 0) return;
+  if (scenario_.machine.lost > 0 || scenario_.machine.late > 0) return;
+  const auto is_named = [&](int rank) {
+    return text.find("rank " + std::to_string(rank) + " ") != std::string::npos;
+  };
+  // Where another one has died, too, a collective may have got no further than that one's part.
+  const Program& program = *programs[static_cast<size_t>(world_.current())];
+  const int dead = happened_[0].process;
+  const std::string own = "[tfscale] rank " + std::to_string(world_.current()) + " ";
+  const bool waits = text.rfind(own, 0) == 0 && text.find(" has waited ") != std::string::npos;
+  const auto age = static_cast<Time>(0.9 * static_cast<double>(program.LongestWait()));
+  if (waits && happened_.size() == 1 && !is_named(dead) &&
+      program.AwaitsOnly(dead, programs, age)) {
+    world_.Violate("a rank waits for rank " + std::to_string(dead) + ", which is dead: " + text);
+  }
+  if (text.find(" not answered for ") == std::string::npos) return;
+  // One that has failed has asked only those that it waited for, and is awaited by none.
+  if (!program.failure.empty() || scenario_.machine.reports_death) return;
+  // The next question, and what an answer may take.
+  const double question_s =
+      std::min(scenario_.options.stall_warning_s, scenario_.options.stall_shutdown_s) / 4;
+  const auto answer = static_cast<Time>((2 * question_s + 0.15) * static_cast<double>(kSecond));
+  for (const auto& [rank, died] : died_) {
+    const bool has_left = programs[static_cast<size_t>(rank)]->is_leaving;
+    if (is_named(rank) || has_left || world_.now() - died < answer) continue;
+    world_.Violate("a rank does not name rank " + std::to_string(rank) +
+                   ", which is dead: " + text);
   }
 }
 

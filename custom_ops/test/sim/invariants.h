@@ -43,7 +43,10 @@ class Invariants {
   }
   // An execution of a slot of a plan, noted by its first member.
   void NoteExecution(int plan, int slot, uint64_t seed) { seeds_[{plan, slot}].push_back(seed); }
-  void NoteFault(const Fault& fault) { happened_.push_back(fault); }
+  void NoteFault(const Fault& fault) {
+    happened_.push_back(fault);
+    if (fault.kind == FaultKind::kDeath) died_[fault.process] = world_.now();
+  }
   void NotePosted() { ++n_posted_; }
   void NoteSuccess() { ++n_ok_; }
   // Of a rank whose plans have these ids; plans of a later incarnation repeat the executions.
@@ -61,6 +64,7 @@ class Invariants {
  private:
   void CheckHeld(int rank, const std::vector<tfscale::Event>& events, const tfscale::Event& early,
                  const std::vector<int>& plans, int plan, Time turn);
+  void CheckNamed(const Programs& programs, const std::string& text);
   void CheckFailures(const Programs& programs);
   void CheckBytes();
 
@@ -70,6 +74,7 @@ class Invariants {
   std::map<Key, std::set<Outcome>> steps_;
   std::map<std::pair<int, int>, std::vector<uint64_t>> seeds_;
   std::vector<Fault> happened_;
+  std::map<int, Time> died_;  // by rank
   int64_t n_posted_ = 0;
   int64_t n_ok_ = 0;
 };

@@ -32,6 +32,9 @@ bool Program::IsTurn(Turn turn, int fit, int epoch) const {
 }
 
 void Program::Compute() {
+  if (rank_ == scenario_.slow_rank) {
+    return world_.Sleep(random().Scale(kMilli, 20 * kMilli), "computes for long");
+  }
   if (!scenario_.has_gaps && random().Chance(0.5)) return;
   world_.Sleep(random().Scale(scenario_.least_compute, scenario_.most_compute), "computes");
 }
@@ -93,6 +96,7 @@ std::shared_ptr<Flight> Program::Post(const SlotSpec& spec, int group, int plan,
   for (int64_t part : key) seed = Random(seed + static_cast<uint64_t>(part)).Next();
   auto flight = std::make_shared<Flight>();
   flight->spec = &spec;
+  flight->posted = world_.now();
   flight->slot = slot;
   flight->work = std::make_unique<Work>(spec, n, PlaceIn(group), seed);
   flight->name = std::string(NameOf(spec.kind)) + ", slot " + std::to_string(slot) + " of plan " +
@@ -144,6 +148,41 @@ std::shared_ptr<Flight> Program::Post(const SlotSpec& spec, int group, int plan,
   };
   tfscale::Submit(std::move(operation), std::move(call));
   return flight;
+}
+
+Time Program::LongestWait() const {
+  Time longest = 0;
+  for (const auto& [place, flight] : last_) {
+    if (flight->n_done == 0) longest = std::max(longest, world_.now() - flight->posted);
+  }
+  return longest;
+}
+
+bool Program::AwaitsOnly(int dead, const Programs& programs, Time age) const {
+  for (const auto& [place, flight] : last_) {
+    const auto [plan, slot] = place;
+    if (plan < 0 || plan >= static_cast<int>(scenario_.plans.size()) || slot > 0) continue;
+    const PlanDraw& of = scenario_.plans[static_cast<size_t>(plan)];
+    const std::vector<int>& ranks = scenario_.RanksOf(of.group);
+    const bool is_direct = flight->spec->kind == Kind::kSum && scenario_.IsSimple(of.group) &&
+                           ranks.size() <= 8 && flight->spec->total() >= 64 * ranks.size();
+    // The plans have been compared, and nothing of an earlier run is under way.
+    const int64_t n_runs = n_posted_.at(place);
+    const bool is_alone = std::none_of(of.slots.begin(), of.slots.end(),
+                                       [](const SlotSpec& spec) { return spec.is_posted(); });
+    if (!is_direct || !is_alone || n_runs < 2 || flight->n_done > 0) continue;
+    const auto is_as_said = [&, &place = place](int rank) {
+      const Program& other = *programs[static_cast<size_t>(rank)];
+      const auto n = other.n_posted_.find(place);
+      const bool has_begun =
+          other.incarnation_ == incarnation_ && n != other.n_posted_.end() && n->second >= n_runs;
+      if (rank == dead || !has_begun) return has_begun == (rank != dead);
+      return world_.now() - other.last_.at(place)->posted >= age;
+    };
+    const bool is_member = std::count(ranks.begin(), ranks.end(), dead) > 0;
+    if (is_member && std::all_of(ranks.begin(), ranks.end(), is_as_said)) return true;
+  }
+  return false;
 }
 
 void Program::AwaitVariable(int plan, int slot) {
@@ -225,6 +264,20 @@ void Program::LookAt(Step& step) {
   }
 }
 
+// Until all ops that the step has begun have ended, and its gathers have been posted.
+void Program::AwaitOps(Step& step, bool with_gathers) {
+  while (true) {
+    const int64_t before = n_ended_;
+    LookAt(step);
+    const bool is_over = std::all_of(step.flights.begin(), step.flights.end(), [](const auto& of) {
+      return of.second->n_done > 0 || of.second->spec->is_posted();
+    });
+    const bool are_posted = !with_gathers || step.gathers.empty() || step.outcome != Outcome::kOk;
+    if (is_over && are_posted && n_ended_ == before) break;
+    while (n_ended_ == before) world_.Wait(this, kNever, phase.c_str());
+  }
+}
+
 Outcome Program::RunStep(const std::vector<int>& plans, bool fails_here) {
   Step step;
   ++n_steps_;
@@ -246,6 +299,9 @@ Outcome Program::RunStep(const std::vector<int>& plans, bool fails_here) {
   } else {
     random().Shuffle(step.to_post);
   }
+  const bool is_sequential = rank_ == scenario_.sequential_rank;
+  // In the order of each plan, the first one last.
+  if (is_sequential) std::sort(step.to_post.rbegin(), step.to_post.rend());
   const int64_t n_ops = static_cast<int64_t>(step.to_post.size());
   for (int64_t left = n_ops, fails_at = fails_here ? random().Below(n_ops + 1) : -1;; --left) {
     if (left == fails_at) {
@@ -255,18 +311,9 @@ Outcome Program::RunStep(const std::vector<int>& plans, bool fails_here) {
     LookAt(step);
     if (step.outcome != Outcome::kOk || left == 0) break;
     PostNext(step, std::make_shared<std::atomic<bool>>(false));
+    if (is_sequential) AwaitOps(step, false);
   }
-  while (true) {
-    const int64_t before = n_ended_;
-    LookAt(step);
-    const bool is_over = std::all_of(step.flights.begin(), step.flights.end(), [](const auto& of) {
-      return of.second->n_done > 0 || of.second->spec->is_posted();
-    });
-    if (is_over && n_ended_ == before && (step.gathers.empty() || step.outcome != Outcome::kOk)) {
-      break;
-    }
-    while (n_ended_ == before) world_.Wait(this, kNever, phase.c_str());
-  }
+  AwaitOps(step, true);
   if (step.outcome == Outcome::kFailed) failure = step.why.message;
   return step.outcome;
 }
@@ -411,6 +458,7 @@ void Program::Main() {
     events.resize(engine->events().Take(events.data(), events.size()));
     invariants_.CheckEvents(rank_, events, plans_, incarnation_ > 0);
     if (is_whole && scenario_.has_last) Last();
+    if (rank_ != scenario_.turn_rank) world_.Sleep(scenario_.pause_at_end, "pauses");
     phase = "leaves";
     Drain();
   } catch (const tfscale::CommError& error) {

@@ -25,6 +25,7 @@ struct Flight {
   std::string name;
   int n_done = 0;
   tfscale::Status status;
+  Time posted = 0;
   bool is_seen = false;
   int slot = -1;
   std::shared_ptr<std::atomic<bool>> is_cancelled;  // null where its op does not wait
@@ -43,6 +44,11 @@ class Program {
         on_set_up_(std::move(on_set_up)) {}
 
   void Main();
+  // How long this rank has waited in the collective that it posted first, of those under way.
+  Time LongestWait() const;
+  // A collective under way that all members but `dead` have begun, as long ago as `age`. All of
+  // them send each other something, so that this rank has heard from all others.
+  bool AwaitsOnly(int dead, const Programs& programs, Time age) const;
 
   std::unique_ptr<tfscale::Engine> engine;
   tfscale::PendingVariables pending;
@@ -78,6 +84,7 @@ class Program {
   void AwaitVariable(int plan, int slot);
   void LookAt(Step& step);
   void Cancel(Step& step, const tfscale::Status& why);
+  void AwaitOps(Step& step, bool with_gathers);
   Outcome RunStep(const std::vector<int>& plans, bool fails_here);
   void Wait(const std::shared_ptr<Flight>& flight);
   bool BeginFit(int number);

@@ -57,9 +57,11 @@ PlanDraw DrawPlan(Random& random, const Scenario& scenario, int number) {
         static_cast<int>(scenario.are_others_apart ? n_groups - 1 : random.Below(n_groups));
   }
   const int n = static_cast<int>(scenario.groups[static_cast<size_t>(plan.group)].size());
-  const size_t most = static_cast<size_t>(random.Of(std::vector<int>{8, 100, 600}));
+  const size_t most =
+      scenario.is_small ? 8 : static_cast<size_t>(random.Of(std::vector<int>{8, 100, 600}));
   // Often one slot: another rank has begun all of such a plan or nothing.
-  int64_t n_slots = number > 0 && random.Chance(0.4) ? 1 : random.Between(1, 3);
+  const bool is_single = random.Chance(number > 0 || scenario.is_small ? 0.4 : 0.0);
+  int64_t n_slots = is_single ? 1 : random.Between(1, scenario.is_small ? 2 : 3);
   if (scenario.has_gaps && number == 0) n_slots = 3;
   for (int64_t i = 0; i < n_slots; ++i) {
     plan.slots.push_back(DrawSlot(random, n, most));
@@ -130,6 +132,47 @@ void DrawSlow(Random& random, Scenario* scenario) {
   scenario->machine.bytes_per_ns = bytes / (3e9 * options.stall_shutdown_s);
 }
 
+// A rank dies, for which another waits before it joins a collective without that rank: so others
+// wait for both.
+void DrawDeath(Random& random, Scenario* scenario) {
+  DrawSum(random, 600, scenario);
+  PutApart(scenario);
+  scenario->machine.late = 0;
+  const int dead = scenario->turn_rank, n_ranks = scenario->machine.n_ranks;
+  std::vector<int> others = scenario->groups[0];
+  others.erase(others.begin() + dead);
+  scenario->groups.push_back(others);
+  scenario->sequential_rank = random.Of(others);
+  PlanDraw plan = scenario->plans[0];
+  plan.name = "others";
+  plan.group = 1;
+  plan.slots[0].cuts = DrawCuts(random, n_ranks - 1, plan.slots[0].total());
+  scenario->plans.push_back(plan);
+  FitDraw& fit = scenario->fits[0];
+  fit.n_steps = {6};
+  fit.plans.assign(6, {0, 1});
+  fit.has_eager.assign(6, false);
+  scenario->faults = {{FaultKind::kDeath, random.Below(500 * n_ranks), dead}};
+}
+
+// Two ranks die one after another, for whose end another waits.
+void DrawDeathsAtEnd(Random& random, Scenario* scenario) {
+  DrawSum(random, 8, scenario);
+  PutApart(scenario);
+  scenario->machine.late = 0;
+  scenario->options.stall_warning_s = 0.2;
+  scenario->options.stall_shutdown_s = static_cast<double>(random.Between(4, 12)) / 10;
+  scenario->pause_at_end = 4 * kSecond;
+  std::vector<int> others = scenario->groups[0];
+  others.erase(others.begin() + scenario->turn_rank);
+  random.Shuffle(others);
+  // Nearly all after the step.
+  const auto draw_tick = [&] { return random.Between(80, 350) * scenario->machine.n_ranks; };
+  for (size_t i = 0; i < 2; ++i) {
+    scenario->faults.push_back({FaultKind::kDeath, draw_tick(), others[i]});
+  }
+}
+
 // Longer than what a rank reads of another's memory at a time.
 void DrawLong(Random& random, Scenario* scenario) {
   DrawSum(random, static_cast<size_t>(random.Between(33000, 50000)), scenario);
@@ -146,7 +189,15 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   Scenario scenario;
   DrawMachine(random, choice, &scenario.machine);
   DrawOptions(random, &scenario.options);
-  scenario.has_long_gathers = random.Chance(0.1);
+  const bool is_any = choice.n_ranks == 0 && choice.n_plans == 0 && choice.n_steps == 0;
+  // Half of all: what goes wrong where ranks stop, fail or die needs few of anything.
+  scenario.is_small = is_any && random.Chance(0.5);
+  if (scenario.is_small) {
+    const int n_ranks = static_cast<int>(random.Between(2, 4));
+    scenario.machine.n_ranks = std::min(scenario.machine.n_ranks, n_ranks);
+    scenario.machine.host_of.resize(static_cast<size_t>(scenario.machine.n_ranks));
+  }
+  scenario.has_long_gathers = !scenario.is_small && random.Chance(0.2);
   if (scenario.has_long_gathers) {
     scenario.machine.bytes_per_ns = 0.02;
     scenario.machine.eager_bytes = 64;
@@ -165,7 +216,11 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   scenario.groups.emplace_back();
   for (int rank = 0; rank < n_ranks; ++rank) scenario.groups[0].push_back(rank);
   scenario.turn_rank = static_cast<int>(random.Below(n_ranks));
-  scenario.are_others_apart = n_ranks > 2 && random.Chance(0.15);
+  scenario.are_others_apart = n_ranks > 2 && random.Chance(scenario.is_small ? 0.4 : 0.15);
+  if (scenario.is_small && random.Chance(0.3)) {
+    scenario.slow_rank = static_cast<int>(random.Below(n_ranks));
+  }
+  if (random.Chance(0.2)) scenario.sequential_rank = static_cast<int>(random.Below(n_ranks));
   while (scenario.groups.size() < 3 && n_ranks > 1 &&
          (random.Chance(0.4) || (scenario.are_others_apart && scenario.groups.size() == 1))) {
     std::vector<int> members;
@@ -176,7 +231,7 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
     }
     if (!members.empty()) scenario.groups.push_back(members);
   }
-  const int64_t most_plans = scenario.has_gaps ? 2 : 5;
+  const int64_t most_plans = scenario.has_gaps ? 2 : scenario.is_small ? 3 : 5;
   const int n_plans =
       choice.n_plans > 0 ? choice.n_plans : static_cast<int>(random.Between(1, most_plans));
   for (int i = 0; i < n_plans; ++i) scenario.plans.push_back(DrawPlan(random, scenario, i));
@@ -192,14 +247,21 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
     random.Chance(0.6) ? DrawSlow(random, &scenario) : DrawLong(random, &scenario);
     return scenario;
   }
+  if (scenario.is_small && n_ranks > 2 && choice.has_faults && random.Chance(0.1)) {
+    random.Chance(0.6) ? DrawDeath(random, &scenario) : DrawDeathsAtEnd(random, &scenario);
+    return scenario;
+  }
 
   const double kind = static_cast<double>(random.Below(100)) / 100;
-  const bool has_marks = choice.has_marks && n_ranks > 1 && kind < 0.4;
-  const bool has_faults = choice.has_faults && n_ranks > 1 && kind > 0.3 && kind < 0.65;
+  const bool has_marks = choice.has_marks && n_ranks > 1 && kind < (scenario.is_small ? 0.6 : 0.4);
+  const bool has_faults = choice.has_faults && n_ranks > 1 &&
+                          (scenario.is_small ? kind > 0.55 : kind > 0.3 && kind < 0.65);
   const int64_t n_fits = random.Between(1, has_marks ? 3 : 2);
   for (int64_t f = 0; f < n_fits; ++f) {
     FitDraw fit;
-    int n_left = choice.n_steps > 0 ? choice.n_steps : static_cast<int>(random.Between(1, 6));
+    const int64_t most_steps = scenario.is_small ? 3 : 6;
+    int n_left =
+        choice.n_steps > 0 ? choice.n_steps : static_cast<int>(random.Between(1, most_steps));
     while (n_left > 0) {
       const int n_steps = static_cast<int>(random.Between(1, n_left));
       fit.n_steps.push_back(n_steps);
@@ -218,6 +280,8 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
     if (choice.n_steps > 0) break;
   }
   if (has_marks) {
+    // Where its step fails, others could wait for an op that it has begun, and it for theirs.
+    scenario.sequential_rank = -1;
     scenario.turn = static_cast<Turn>(random.Of(std::vector<int>{1, 1, 1, 2, 3, 4}));
     scenario.turn_fit = static_cast<int>(random.Below(static_cast<int64_t>(scenario.fits.size())));
     FitDraw& fit = scenario.fits[static_cast<size_t>(scenario.turn_fit)];
@@ -238,7 +302,7 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
           static_cast<Time>(scenario.options.stall_shutdown_s * static_cast<double>(kSecond));
       fault.duration =
           is_short ? random.Scale(kMicro, limit / 4) : limit + random.Below(8 * kSecond);
-      const int64_t n_ticks = 2000 * n_ranks;  // of most runs
+      const int64_t n_ticks = (scenario.is_small ? 500 : 2000) * n_ranks;  // of most runs
       fault.tick = random.Chance(0.4) ? random.Scale(0, n_ticks) : random.Below(n_ticks);
       scenario.faults.push_back(fault);
     }

@@ -56,6 +56,10 @@ struct Scenario {
   bool has_long_gathers = false;  // on slow links, beside other collectives
   bool has_gaps = false;          // which gathers fill
   bool are_others_apart = false;  // plans but the first are of all but the rank that departs
+  bool is_small = false;          // few ranks, plans and steps
+  int slow_rank = -1;             // it computes for much longer than the others
+  Time pause_at_end = 0;          // before all ranks but the one that departs leave
+  int sequential_rank = -1;       // it posts nothing before all that it has posted has ended
 
   const std::vector<int>& RanksOf(int group) const { return groups[static_cast<size_t>(group)]; }
   // The first tag of a slot in the first incarnation, as Group::SlotTag says.
