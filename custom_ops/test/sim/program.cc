@@ -33,7 +33,9 @@ bool Program::IsTurn(Turn turn, int fit, int epoch) const {
 
 void Program::Compute() {
   if (rank_ == scenario_.slow_rank) {
-    return world_.Sleep(random().Scale(kMilli, 20 * kMilli), "computes for long");
+    // All that it computes in a step takes less than others wait.
+    const double longest = scenario_.options.stall_warning_s / 20 * static_cast<double>(kSecond);
+    return world_.Sleep(random().Scale(kMilli, static_cast<Time>(longest)), "computes for long");
   }
   if (!scenario_.has_gaps && random().Chance(0.5)) return;
   world_.Sleep(random().Scale(scenario_.least_compute, scenario_.most_compute), "computes");

@@ -220,7 +220,10 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   if (scenario.is_small && random.Chance(0.3)) {
     scenario.slow_rank = static_cast<int>(random.Below(n_ranks));
   }
-  if (random.Chance(0.2)) scenario.sequential_rank = static_cast<int>(random.Below(n_ranks));
+  // It keeps others waiting for as long as all of its collectives take together.
+  if (scenario.is_small && scenario.machine.late == 0 && random.Chance(0.3)) {
+    scenario.sequential_rank = static_cast<int>(random.Below(n_ranks));
+  }
   while (scenario.groups.size() < 3 && n_ranks > 1 &&
          (random.Chance(0.4) || (scenario.are_others_apart && scenario.groups.size() == 1))) {
     std::vector<int> members;
