@@ -66,6 +66,8 @@ def prepare(
         model(sample_batch)
     watch = monitoring.watch()
     if runtime.is_single():
+        if type(optimizer_of(model)) is DistributedOptimizer:
+            model.optimizer.bound.refuse_tables(model.trainable_variables)
         if watch is not None:
             watch.count_samples(model)
             _guard(model)

@@ -287,7 +287,7 @@ class DistributedOptimizer(wrapt.ObjectProxy, Represented):
         layers = sharded_embeddings(model)
         tables = [layer.rows for layer in layers]
         # Not in the first step alone: ranks outside of its process set trace none.
-        bound.refuse_tables([rows for rows in tables if rows.trainable])
+        bound.refuse_tables(model.trainable_variables)
         is_new = any([rows.follow(keeps) for rows in tables])
         has_scaler = rule is not self.__wrapped__
         self._self_tables = KeptTables(layers, tables, rule, has_scaler) if tables else None
