@@ -48,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--places", nargs="+", default=(), help="memory, 1gbit, 2x4@1gbit, ...")
     turns = "of `step`, but not in `fit`: jobs live side by side and take --rounds turns"
     parser.add_argument("--side-by-side", action="store_true", help=turns)
+    factor = "where layers sleep: of times, to begin with (default: 1)"
+    parser.add_argument("--slow-motion", type=int, default=1, help=factor)
     limit = "seconds of one run; side by side, times the number of jobs"
     parser.add_argument("--timeout", type=float, default=600.0, help=limit)
     default = "JSON; default: build/bench/ with quick.json, table.json or full.json"
@@ -79,7 +81,9 @@ def main() -> int:
             )
     path = options.output or ROOT / "build" / "bench" / f"{extent}.json"
     rounds = options.rounds or (1 if options.quick else 3)
-    content = measure(cells, rounds, path, options.timeout, tell, options.side_by_side)
+    content = measure(
+        cells, rounds, path, options.timeout, tell, options.side_by_side, options.slow_motion
+    )
     return 1 if any("error" in run for run in content["runs"]) else 0
 
 

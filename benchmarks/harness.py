@@ -59,6 +59,7 @@ def measure(
     timeout_s: float,
     tell: Callable[[str], None],
     side_by_side: bool = False,
+    slow_motion: int = 1,
 ) -> dict[str, Any]:
     """Run every cell `n_rounds` times and write a file, whose runs are kept unless they failed.
 
@@ -74,6 +75,7 @@ def measure(
         tell: Takes lines: one per run, and those of progress.
         side_by_side: The jobs of a group live at the same time, and take turns of the steps that a
             run would have: see `benchmarks.alternate`. What was interrupted is measured again.
+        slow_motion: The factor of all times to begin with where layers sleep.
 
     Returns:
         The content of the file.
@@ -93,7 +95,8 @@ def measure(
         for group in groups:
             turns = [cell for cell in cells if cell.group == group]
             if parse_place(turns[0].place).sleep_speed is not None:
-                _run_sleeping(turns, n_rounds, timeout_s, (content, session), keep, tell)
+                so_far = (content, session, slow_motion)
+                _run_sleeping(turns, n_rounds, timeout_s, so_far, keep, tell)
                 continue
             if side_by_side:
                 if not all((*cell.key, n_rounds - 1) in done for cell in turns):
@@ -112,23 +115,23 @@ def _run_sleeping(
     cells: Sequence[Cell],
     n_rounds: int,
     timeout_s: float,
-    so_far: tuple[sessions.Content, str],
+    so_far: tuple[sessions.Content, str, int],
     keep: Callable[[Cell, dict[str, Any]], None],
     tell: Callable[[str], None],
 ) -> None:
     """Run cells whose layers sleep, so slowly that cores are idle for a third of the time.
 
-    The factor is that of the group's runs of this session so far, at first 1. A run with busier
-    cores is thrown away, and the group begins again with twice the factor, up to 16.
+    The factor is that of the group's runs of this session so far, or the one given. A run with
+    busier cores is thrown away, and the group begins again with twice the factor, up to 16.
     """
-    content, session = so_far
+    content, session, slow_motion = so_far
     names, here = {cell.key for cell in cells}, (session, provenance.commit())
 
     def done() -> list[dict[str, Any]]:
         runs = [run for run in content["runs"] if (run["session"], run["commit"]) == here]
         return [run for run in runs if sessions.key_of(run) in names]
 
-    slow_motion = max((run["slow_motion"] for run in done()), default=1)
+    slow_motion = max((run["slow_motion"] for run in done()), default=slow_motion)
     while True:
         turns = [
             (number, cell)

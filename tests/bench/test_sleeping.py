@@ -147,6 +147,9 @@ def test_busy_cores_are_measured_again_in_slow_motion(
     cells[1] = dataclasses.replace(cells[1], most_rounds=1)
     harness.measure(cells, 2, tmp_path / "others.json", 1.0, lambda line: None)
     assert calls[-3:] == [("compute", 4), ("horovod", 4), ("compute", 4)]
+    path = tmp_path / "slow.json"
+    harness.measure(cells, 1, path, 1.0, lambda line: None, slow_motion=4)
+    assert calls[-2:] == [("compute", 4), ("horovod", 4)]
 
 
 def test_a_table_has_bytes_and_what_was_under_way() -> None:
