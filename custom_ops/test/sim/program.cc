@@ -200,7 +200,7 @@ void Program::AwaitVariable(int plan, int slot) {
 
 void Program::PostGather(Step& step, int plan, int slot) {
   AwaitVariable(plan, slot);
-  if (random().Chance(0.3)) Compute();
+  if (rank_ == scenario_.slow_rank || random().Chance(0.3)) Compute();
   const void* key = &variables_[static_cast<size_t>(plan)][static_cast<size_t>(slot)];
   const PlanDraw& of = scenario_.plans[static_cast<size_t>(plan)];
   pending.Begin({key});
@@ -293,8 +293,9 @@ Outcome Program::RunStep(const std::vector<int>& plans, bool fails_here) {
       (is_posted ? step.gathers : step.to_post).emplace_back(plan, static_cast<int>(slot));
     }
   }
+  const double share = random().Chance(0.5) ? 0.5 : random().Below(2);
   for (const auto& [plan, slot] : step.gathers) {
-    if (random().Chance(0.5)) AwaitVariable(plan, slot);
+    if (random().Chance(share)) AwaitVariable(plan, slot);
   }
   if (scenario_.has_gaps) {
     std::reverse(step.to_post.begin(), step.to_post.end());  // the last one is next

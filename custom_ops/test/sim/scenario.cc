@@ -31,7 +31,7 @@ void DrawMachine(Random& random, const Choice& choice, Machine* machine) {
   }
   if (random.Chance(0.3)) machine->spurious = 0.1;
   machine->shuffles = random.Chance(0.5);
-  machine->reports_death = random.Chance(0.3);
+  machine->reports_death = random.Chance(0.5);
 }
 
 void DrawOptions(Random& random, tfscale::EngineOptions* options) {
@@ -173,6 +173,29 @@ void DrawDeathsAtEnd(Random& random, Scenario* scenario) {
   }
 }
 
+// A step fails where the gathers of the step before, one after another, have not all begun.
+void DrawFailure(Random& random, Scenario* scenario) {
+  DrawSum(random, 8, scenario);
+  scenario->options.window_bytes = 1;
+  scenario->sequential_rank = -1;
+  scenario->has_gaps = true;  // it has begun the other plan by then
+  scenario->plans.push_back(scenario->plans[0]);
+  PlanDraw& plan = scenario->plans[1];
+  plan.name = "gathers";
+  SlotSpec gather = plan.slots[0];
+  gather.kind = Kind::kGather;
+  gather.dtype = tfscale::DType::kFloat32;
+  gather.after = 0;
+  plan.slots.insert(plan.slots.end(), 2, gather);
+  FitDraw& fit = scenario->fits[0];
+  fit.n_steps = {4};
+  fit.plans.assign(4, {0, 1});
+  fit.has_eager.assign(4, false);
+  scenario->slow_rank = random.Of(scenario->groups[0]);
+  scenario->turn = Turn::kStepFails;
+  scenario->turn_step = static_cast<int>(random.Between(1, 3));
+}
+
 // Longer than what a rank reads of another's memory at a time.
 void DrawLong(Random& random, Scenario* scenario) {
   DrawSum(random, static_cast<size_t>(random.Between(33000, 50000)), scenario);
@@ -252,6 +275,11 @@ Scenario Draw(uint64_t seed, const Choice& choice) {
   }
   if (scenario.is_small && n_ranks > 2 && choice.has_faults && random.Chance(0.1)) {
     random.Chance(0.6) ? DrawDeath(random, &scenario) : DrawDeathsAtEnd(random, &scenario);
+    return scenario;
+  }
+
+  if (scenario.is_small && n_ranks > 1 && choice.has_marks && random.Chance(0.08)) {
+    DrawFailure(random, &scenario);
     return scenario;
   }
 
