@@ -73,7 +73,7 @@ FIXES = {
     "a decoded change gather seems to move": ("gather", "  has_computed_ = false;\n", ""),
     "only the oldest collective says whom it waits for": (
         "scheduler",
-        "    if (!is_active) return wait;\n",
+        "    if (wait.ranks.empty()) return wait;\n",
         "    return wait;\n",
     ),
     "only ranks silent for the limit are named at the end": (
@@ -105,6 +105,11 @@ FIXES = {
         "scheduler",
         "return task.execution >= queue.n_complete_executions();",
         "return task.queue == &queue;",
+    ),
+    "of several plans only the oldest comparison says whom it waits for": (
+        "scheduler",
+        "{ add(task, false); }",
+        "{ static_cast<void>(task); }",
     ),
 }
 _NO_PROGRAM = "does not compile"

@@ -345,14 +345,18 @@ void Scheduler::CheckStalls() {
   if (oldest == nullptr) return;
   stalls_.Look(now, since(*oldest), [&] {
     Wait wait = Describe(*oldest, is_active);
-    if (!is_active) return wait;
+    if (wait.ranks.empty()) return wait;
     // Those for which others wait nearly as long: one of them may be gone, and keep the rest.
-    for (const Task& task : active_) {
-      if (IsPatient(task) || now - since(task) < (now - since(*oldest)) / 2) continue;
-      for (int rank : GroupOf(task.group).RanksOf(task.operation->WaitingFor())) {
+    const auto add = [&](const Task& task, bool is_task_active) {
+      if (IsPatient(task) || now - since(task) < (now - since(*oldest)) / 2) return;
+      for (int rank : Describe(task, is_task_active).ranks) {
         const bool is_known = std::count(wait.ranks.begin(), wait.ranks.end(), rank) > 0;
         if (!is_known) wait.ranks.push_back(rank);
       }
+    };
+    for (const Task& task : active_) add(task, true);
+    for (const auto& [id, queue] : queues_) {
+      queue->ForEachWaiting([&](const Task& task) { add(task, false); });
     }
     return wait;
   });

@@ -170,13 +170,7 @@ void Invariants::CheckFailures(const Programs& programs) {
   }
   const bool is_one = happened_.size() == 1 && scenario_.turn == Turn::kNone &&
                       scenario_.machine.lost == 0 && happened_[0].kind == FaultKind::kDeath;
-  // Of several plans that are compared only the oldest comparison says whom it waits for.
-  const auto compares = [](const std::string& text) {
-    return text.find("waiting to compare plans with") != std::string::npos;
-  };
-  const bool may_miss = scenario_.sequential_rank >= 0 &&
-                        std::any_of(world_.texts().begin(), world_.texts().end(), compares);
-  if (is_one && has_failed && !is_named && !may_miss) {
+  if (is_one && has_failed && !is_named) {
     world_.Violate("no failure names the rank that has died");
   }
 }
