@@ -13,6 +13,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import layer_tables, sessions
 from benchmarks.cells import COMPUTE_ONLY
@@ -111,8 +112,12 @@ def draw(listed: list[Series], path: Path, made: str) -> None:
         axis.xaxis.set_minor_locator(plt.NullLocator())
         axis.set_title(series.title, fontsize=9)
         axis.grid(alpha=0.3)
-    lines = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*lines, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    named: dict[str, Any] = {}
+    for axis in axes[0]:
+        handles, labels = axis.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+    figure.legend(named.values(), named.keys(), fontsize=8, ncols=4, **place)
     save(figure, path, made)
 
 
