@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from benchmarks.cells import (
     TRAINED_MODELS,
     Choice,
     cells_of,
+    is_asleep,
     lacks_torch,
 )
 from benchmarks.harness import measure
@@ -79,6 +81,10 @@ def main() -> int:
                 "Side by side only the systems of `step` are measured that do not train in `fit`. "
                 f"Received: {' '.join(options.suites)}. Leave --side-by-side out for others."
             )
+    if any(is_asleep(cell.place) for cell in cells):
+        # In a process of its own: this one keeps no TensorFlow in memory.
+        build = "from benchmarks import sleeping; sleeping.build_operation()"
+        subprocess.run([sys.executable, "-c", build], check=True, cwd=ROOT)
     path = options.output or ROOT / "build" / "bench" / f"{extent}.json"
     rounds = options.rounds or (1 if options.quick else 3)
     content = measure(
