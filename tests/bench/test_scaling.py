@@ -1,8 +1,11 @@
 """Speedup over one process from runs in places where layers sleep."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from benchmarks import scaling
+from benchmarks import pictures, scaling
 
 
 def run(place, system, step_s):
@@ -35,3 +38,16 @@ def test_weak_and_strong_series_are_told_apart():
 
 def test_one_number_of_ranks_is_no_series():
     assert scaling.series_of(runs("sleep-2x1@1gbit")) == []
+
+
+def test_the_legend_names_the_systems_of_all_panels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first panel may lack some."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "save", lambda figure, path, made: drawn.append(figure))
+    ours = scaling.Series("a", {"tfscale-sharded": {2: 2.0, 4: 3.9}})
+    both = scaling.Series("b", {"tfscale-sharded": {2: 2.0, 4: 3.8}, "horovod": {2: 1.9, 4: 2.8}})
+    scaling.draw([ours, both], tmp_path / "scaling.png", "")
+    names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert names == ["tfscale sharded", "Horovod"]
