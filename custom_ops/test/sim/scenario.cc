@@ -133,14 +133,15 @@ void DrawSlow(Random& random, Scenario* scenario) {
 }
 
 // A rank dies, for which another waits before it joins a collective without that rank: so others
-// wait for both.
+// wait for both. Or all that do anything have other numbers in their group than in the world.
 void DrawDeath(Random& random, Scenario* scenario) {
   DrawSum(random, 600, scenario);
   PutApart(scenario);
   scenario->machine.late = 0;
   const int dead = scenario->turn_rank, n_ranks = scenario->machine.n_ranks;
+  const bool is_absent_dead = dead == 0 || random.Chance(0.6);
   std::vector<int> others = scenario->groups[0];
-  others.erase(others.begin() + dead);
+  others.erase(others.begin() + (is_absent_dead ? dead : 0));
   scenario->groups.push_back(others);
   scenario->sequential_rank = random.Of(others);
   PlanDraw plan = scenario->plans[0];
@@ -151,8 +152,14 @@ void DrawDeath(Random& random, Scenario* scenario) {
   FitDraw& fit = scenario->fits[0];
   fit.n_steps = {6};
   fit.plans.assign(6, {0, 1});
+  if (!is_absent_dead) {
+    scenario->machine.reports_death = true;
+    fit.plans.assign(6, {1});
+  }
   fit.has_eager.assign(6, false);
-  scenario->faults = {{FaultKind::kDeath, random.Below(500 * n_ranks), dead}};
+  // Also while the plans are compared.
+  const int64_t n_ticks = (random.Chance(0.4) ? 100 : 500) * n_ranks;
+  scenario->faults = {{FaultKind::kDeath, random.Below(n_ticks), dead}};
 }
 
 // Two ranks die one after another, for whose end another waits.
