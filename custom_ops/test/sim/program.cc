@@ -166,13 +166,19 @@ bool Program::AwaitsOnly(int dead, const Programs& programs, Time age) const {
     if (plan < 0 || plan >= static_cast<int>(scenario_.plans.size()) || slot > 0) continue;
     const PlanDraw& of = scenario_.plans[static_cast<size_t>(plan)];
     const std::vector<int>& ranks = scenario_.RanksOf(of.group);
-    const bool is_direct = flight->spec->kind == Kind::kSum && scenario_.IsSimple(of.group) &&
-                           ranks.size() <= 8 && flight->spec->total() >= 64 * ranks.size();
-    // The plans have been compared, and nothing of an earlier run is under way.
+    if (flight->n_done > 0 || !scenario_.IsSimple(of.group) || ranks.size() > 8) continue;
+    // The plans have been compared, and nothing of an earlier run is under way. Or the dead one
+    // has not begun to compare them.
     const int64_t n_runs = n_posted_.at(place);
+    const bool is_direct =
+        flight->spec->kind == Kind::kSum && flight->spec->total() >= 64 * ranks.size();
     const bool is_alone = std::none_of(of.slots.begin(), of.slots.end(),
                                        [](const SlotSpec& spec) { return spec.is_posted(); });
-    if (!is_direct || !is_alone || n_runs < 2 || flight->n_done > 0) continue;
+    const auto& runs_of_dead = programs[static_cast<size_t>(dead)]->n_posted_;
+    const auto first = runs_of_dead.lower_bound({plan, 0});
+    const bool has_compared =
+        incarnation_ > 0 || (first != runs_of_dead.end() && first->first.first == plan);
+    if (has_compared && (!is_direct || !is_alone || n_runs < 2)) continue;
     const auto is_as_said = [&, &place = place](int rank) {
       const Program& other = *programs[static_cast<size_t>(rank)];
       const auto n = other.n_posted_.find(place);

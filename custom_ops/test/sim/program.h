@@ -46,8 +46,9 @@ class Program {
   void Main();
   // How long this rank has waited in the collective that it posted first, of those under way.
   Time LongestWait() const;
-  // A collective under way that all members but `dead` have begun, as long ago as `age`. All of
-  // them send each other something, so that this rank has heard from all others.
+  // A collective under way, or a comparison of plans, that all members but `dead` have begun, as
+  // long ago as `age`. All of them send each other something, so that this rank has heard from all
+  // others.
   bool AwaitsOnly(int dead, const Programs& programs, Time age) const;
 
   std::unique_ptr<tfscale::Engine> engine;
