@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.places import MEMORY, SLOW_MOTION, parse_place
+from benchmarks.places import MEMORY, SLOW_MOTION, Place, parse_place
 from benchmarks.provenance import ROOT
 from tfscale.launcher.mpi_command import (
     LaunchSpec,
@@ -77,12 +77,11 @@ def run_ranks(
     try:
         with log.open("w") as output:
             where = parse_place(place, size)
-            if where.rate_bits_s is None:
+            shape = shape_of(where, float(extra.get(SLOW_MOTION, "1")))
+            if shape is None:
                 code, moved = _run_here(size, command, extra, (output, timeout_s)), {}
             else:
-                rate = where.rate_bits_s / float(extra.get(SLOW_MOTION, "1"))
-                # A packet passes two links each way.
-                control.set_shape(_CLUSTER, Shape(rate, where.rtt_ms / 4))
+                control.set_shape(_CLUSTER, shape)
                 given = (command, extra, output, timeout_s)
                 result = running.run(_CLUSTER, size, *given, n_nodes=where.n_hosts)
                 code, moved = result.exit_code, result.bytes
@@ -91,6 +90,18 @@ def run_ranks(
     if code != 0:
         raise RunFailedError(f"exit code {code}. {_tail(log)}")
     return moved
+
+
+def shape_of(place: Place, slow_motion: float = 1.0) -> Shape | None:
+    """Return the links of a place, None in memory, where all times are so many times as long.
+
+    Packets wait as many times as long in queues, too, which so hold as many bytes.
+    """
+    if place.rate_bits_s is None:
+        return None
+    rate = place.rate_bits_s / slow_motion
+    # A packet passes two links each way.
+    return Shape(rate, place.rtt_ms / 4 * slow_motion, queue_ms=Shape.queue_ms * slow_motion)
 
 
 def _tail(log: Path) -> str:

@@ -19,6 +19,7 @@ from benchmarks import (
     sleeping_tables,
 )
 from benchmarks.cells import Choice, cells_of
+from benchmarks.launch import shape_of
 from benchmarks.places import SLOW_MOTION, Place, parse_place
 from benchmarks.workloads import make_batch
 
@@ -40,6 +41,15 @@ BEST = ("tfscale-sharded", "tfscale-allreduce", "tfscale-chunked")
 )
 def test_place(text: str, place: Place) -> None:
     assert parse_place(text) == place
+
+
+def test_in_slow_motion_links_are_slower_and_queues_hold_as_much():
+    place = parse_place("sleep-4x1@1gbit+100ms")
+    usual, slow = shape_of(place), shape_of(place, 8)
+    assert (usual.rate_bits_s, slow.rate_bits_s) == (1e9, 1e9 / 8)
+    assert (usual.delay_ms, slow.delay_ms) == (25, 200)
+    assert slow.rate_bits_s * slow.queue_ms == usual.rate_bits_s * usual.queue_ms
+    assert shape_of(parse_place("memory")) is None
 
 
 @pytest.mark.parametrize(

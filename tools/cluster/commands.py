@@ -15,7 +15,6 @@ from tools.cluster.wire import Quality
 # A packet of 64 KB, as the kernel hands them down, must fit into the bucket with room to spare:
 # with a smaller bucket it is cut up or dropped, and the retransmissions spoil every measurement.
 MIN_BURST_BYTES = 128 * 1024
-_QUEUE_MS = 50
 _BRIDGE_MAC = "02:00:00:00:00:01"
 Command = list[str]
 
@@ -29,12 +28,14 @@ class Shape:
         delay_ms: Added on the way to and from the bridge, so twice between two nodes.
         loss_percent: Packets lost at each end of a link, in [0, 100).
         reorder_percent: Packets that are not delayed and overtake others, in [0, 100).
+        queue_ms: How long a packet may wait for its turn at the rate; else it is dropped.
     """
 
     rate_bits_s: float
     delay_ms: float = 0.0
     loss_percent: float = 0.0
     reorder_percent: float = 0.0
+    queue_ms: float = 50.0
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -103,7 +104,7 @@ def shape_commands(layout: Layout, shape: Shape, has_netem: bool = True) -> list
     Without netem this is the rate alone, and `wire` does the rest.
     """
     burst = max(MIN_BURST_BYTES, int(shape.rate_bits_s / 8 / 1000))
-    latency_ms = _QUEUE_MS + shape.delay_ms
+    latency_ms = shape.queue_ms + shape.delay_ms
     rate = f"{round(shape.rate_bits_s)}bit"
     tbf = ["handle", "1:", "tbf", "rate", rate, "burst", str(burst), "latency", f"{latency_ms:g}ms"]
     netem = ["delay", f"{shape.delay_ms:g}ms", "loss", f"{shape.loss_percent:g}%", "limit", "20000"]
