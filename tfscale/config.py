@@ -187,7 +187,7 @@ class Settings:
     stall_warning_s: float = 60.0
     stall_shutdown_s: float = 600.0
     chunk_bytes: int = 1 << 20
-    window_bytes: int = 32 << 20
+    window_bytes: int = 128 << 20
     host_memory: int = 32 << 10
     reduce_threads: int = 0
     pin_core: str = "none"

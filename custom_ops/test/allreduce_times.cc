@@ -45,7 +45,7 @@ EngineOptions Options(int ranks_per_host) {
   options.stall_shutdown_s = 120;
   options.max_message_bytes = 1 << 30;
   options.chunk_bytes = 1 << 20;
-  options.window_bytes = 32 << 20;
+  options.window_bytes = 128 << 20;
   options.host_memory_bytes = 32 * 1024;
   options.reduce_threads = 1;
   options.pin_core = -1;

@@ -49,7 +49,7 @@ class LayerPlan:
     has_early_gradients: bool = True
     # Larger vectors are sent in pieces that more urgent ones can overtake, as by the engine's
     # TFSCALE_WINDOW_BYTES; 0: one piece, as with blocking MPI calls.
-    piece_bytes: int = 32 * 2**20
+    piece_bytes: int = 128 * 2**20
     # Longest message of a gather of parameters between hosts, as in custom_ops/comm/gather.cc: an
     # eighth of TFSCALE_CHUNK_BYTES, so that urgent messages wait for little. 0: not cut.
     gather_bytes: int = 128 * 1024
