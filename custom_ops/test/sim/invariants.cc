@@ -38,6 +38,7 @@ void Invariants::CheckEvents(int rank, const std::vector<tfscale::Event>& events
     if (turn > 0) world_.Note("has overtaken", plan, event.slot, turn - event.started_ns);
     if (turn > 0 && spec.kind == Kind::kGather) {
       CheckHeld(rank, events, event, plans, static_cast<int>(plan), turn);
+      CheckGentle(rank, event, static_cast<int>(plan), std::min<Time>(turn, event.ended_ns));
     }
   }
 }
@@ -67,6 +68,42 @@ void Invariants::CheckHeld(int rank, const std::vector<tfscale::Event>& events,
       const bool is_beside = other.started_ns < time && time < other.ended_ns;
       if (is_posted || other.plan == tfscale::kEager || !is_beside) continue;
       world_.Violate("a gather that has overtaken sends while something else is active");
+    }
+  }
+}
+
+// Until its turn comes, what has overtaken is at most two chunks ahead of what others have sent.
+void Invariants::CheckGentle(int rank, const tfscale::Event& early, int plan, Time end) {
+  const PlanDraw& of = scenario_.plans[static_cast<size_t>(plan)];
+  const SlotSpec& spec = of.slots[static_cast<size_t>(early.slot)];
+  const std::vector<int>& ranks = scenario_.RanksOf(of.group);
+  const bool is_apart = scenario_.IsSimple(of.group) && scenario_.NumHosts(of.group) > 1;
+  if (!is_apart || scenario_.turn != Turn::kNone || !happened_.empty()) return;
+  const int64_t n_others = static_cast<int64_t>(ranks.size()) - 1;
+  const int64_t chunk = std::max<int64_t>(scenario_.options.chunk_bytes / 8, 64);
+  // By rank, to all others; not those of earlier runs.
+  std::map<int, int64_t> left, sent;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const auto segment = static_cast<int64_t>(sizeof(float) * (spec.cuts[r + 1] - spec.cuts[r]));
+    left[ranks[r]] = segment * n_others;
+    sent[ranks[r]] = -early.execution * left[ranks[r]];
+  }
+  const int tag = scenario_.TagOf(plan, early.slot);
+  const Time offset = world_.process(rank).clock_offset;
+  const auto chunks_of = [&](int64_t bytes) {
+    return (bytes + n_others * chunk - 1) / (n_others * chunk);
+  };
+  for (const Network::Sent& message : world_.network().sent()) {
+    const bool is_it = message.tag == tag && message.bytes > 1 &&
+                       world_.network().comm(message.comm).ranks == ranks;
+    if (message.time + offset >= end) break;
+    if (!is_it) continue;
+    sent[message.process] += message.bytes;
+    if (message.process != rank || message.time + offset < early.started_ns) continue;
+    for (const int other : ranks) {
+      if (other == rank || sent[other] >= left[other]) continue;
+      if (chunks_of(sent[rank]) <= chunks_of(std::max<int64_t>(sent[other], 0)) + 2) continue;
+      world_.Violate("a gather that has overtaken is not gentle");
     }
   }
 }

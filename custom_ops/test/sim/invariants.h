@@ -47,8 +47,17 @@ class Invariants {
     happened_.push_back(fault);
     if (fault.kind == FaultKind::kDeath) died_[fault.process] = world_.now();
   }
-  void NotePosted() { ++n_posted_; }
-  void NoteSuccess() { ++n_ok_; }
+  // A rank compares a plan from its first collective on.
+  void NotePosted(int plan, int rank) {
+    ++n_posted_;
+    comparing_[plan].insert(rank);
+  }
+  void NoteSuccess(int plan, size_t n_members, const std::string& name) {
+    ++n_ok_;
+    if (plan >= 0 && comparing_[plan].size() < n_members) {
+      world_.Violate(name + " has ended before its plan was compared");
+    }
+  }
   // Of a rank whose plans have these ids; plans of a later incarnation repeat the executions.
   void CheckEvents(int rank, const std::vector<tfscale::Event>& events,
                    const std::vector<int>& plans, bool are_repeated);
@@ -64,6 +73,7 @@ class Invariants {
  private:
   void CheckHeld(int rank, const std::vector<tfscale::Event>& events, const tfscale::Event& early,
                  const std::vector<int>& plans, int plan, Time turn);
+  void CheckGentle(int rank, const tfscale::Event& early, int plan, Time end);
   void CheckNamed(const Programs& programs, const std::string& text);
   void CheckFailures(const Programs& programs);
   void CheckBytes();
@@ -72,6 +82,7 @@ class Invariants {
   World& world_;
   std::map<Key, uint64_t> digests_;
   std::map<Key, std::set<Outcome>> steps_;
+  std::map<int, std::set<int>> comparing_;  // ranks by plan
   std::map<std::pair<int, int>, std::vector<uint64_t>> seeds_;
   std::vector<Fault> happened_;
   std::map<int, Time> died_;  // by rank

@@ -129,14 +129,14 @@ std::shared_ptr<Flight> Program::Post(const SlotSpec& spec, int group, int plan,
   });
   world_.Note("posts", plan, slot, execution);
   if (PlaceIn(group) == 0 && plan >= 0) invariants_.NoteExecution(plan, slot, seed);
-  invariants_.NotePosted();
+  invariants_.NotePosted(plan, rank_);
   tfscale::OperationHandle operation = flight->work->Operation();
-  call.done = [this, flight, key, then = std::move(then)](const Status& status) {
+  call.done = [this, flight, key, n, then = std::move(then)](const Status& status) {
     world_.Note(status.ok() ? "ended" : "failed", key[0], key[1], key[3]);
     if (++flight->n_done > 1) world_.Violate(flight->name + " has ended twice");
     flight->status = status;
     if (status.ok()) {
-      invariants_.NoteSuccess();
+      invariants_.NoteSuccess(static_cast<int>(key[0]), static_cast<size_t>(n), flight->name);
       const std::string why = flight->work->Check();
       if (!why.empty()) {
         world_.Violate(flight->name + " is wrong on rank " + std::to_string(rank_) + ": " + why);
