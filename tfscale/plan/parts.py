@@ -47,9 +47,9 @@ class LayerPlan:
     # Whether a gradient is computed as soon as its activations and output gradients are gathered;
     # False: after back-propagation, as in [T] 4.4.1.
     has_early_gradients: bool = True
-    # Larger vectors are sent in pieces that more urgent ones can overtake, as by the engine's
-    # TFSCALE_WINDOW_BYTES; 0: one piece, as with blocking MPI calls.
-    piece_bytes: int = 128 * 2**20
+    # Larger vectors are sent in pieces that more urgent ones can overtake, as the engine sends them
+    # in chunks; 0: one piece, as with blocking MPI calls.
+    piece_bytes: int = 32 * 2**20
     # Longest message of a gather of parameters between hosts, as in custom_ops/comm/gather.cc: an
     # eighth of TFSCALE_CHUNK_BYTES, so that urgent messages wait for little. 0: not cut.
     gather_bytes: int = 128 * 1024
