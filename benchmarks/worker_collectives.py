@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks import worker
-from benchmarks.multi_worker import own_address
 
 # Total payload per size, after which more repeats say nothing more.
 _ENOUGH_BYTES = 256 << 20
@@ -71,6 +70,8 @@ def tcp_ring(n_elements: int) -> Callable[[], object]:
     """
     from mpi4py import MPI
 
+    from benchmarks.multi_worker import own_address
+
     comm = MPI.COMM_WORLD
     rank, size, hosts = comm.Get_rank(), comm.Get_size(), worker.n_hosts()
     n_bytes = 2 * (hosts - 1) * 4 * n_elements // size
@@ -96,6 +97,7 @@ def tcp_ring(n_elements: int) -> Callable[[], object]:
 
 SYSTEMS = {
     "mpi4py": mpi4py_allreduce,
+    "open-mpi": mpi4py_allreduce,
     "mpi-in-tensorflow": mpi_in_tensorflow,
     "tcp": tcp_ring,
     "tfscale": tfscale_allreduce,

@@ -1,7 +1,7 @@
 """Simulate trainings of the C++ engine: thousands of schedules, each replayed by a number.
 
     python tools/simulate_engine.py --seed 7 --ranks 16 --log    # one run, with all that happens
-    python tools/simulate_engine.py --seconds 20                 # fresh seeds, which are printed
+    python tools/simulate_engine.py --seconds 20                 # seeds of this commit, printed
     python tools/simulate_engine.py --seed 0 --count 300000      # seeds one after another
 
 The sources of `custom_ops/comm` are linked with a simulated MPI, clock and system
@@ -107,11 +107,20 @@ def run_batch(program: Path, seed: int, count: int, words: Sequence[str]) -> Tal
     return tally
 
 
+def seed_of_commit() -> int:
+    """Return the first of this commit's seeds: fresh with each commit, and the same anywhere."""
+    try:
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
+    except (OSError, subprocess.CalledProcessError):  # not a clone
+        return random.SystemRandom().randrange(10**12)
+    return int(commit[:10], 16)
+
+
 def run_many(program: Path, options: argparse.Namespace, words: Sequence[str]) -> Tally:
     """Run seeds until `--count` or `--seconds` is reached; print what they find."""
     first = options.seed
     if first is None:
-        first = random.SystemRandom().randrange(10**12)
+        first = seed_of_commit()
         print(f"simulating seeds from {first}", flush=True)
     total, next_seed = Tally(), first
     start = time.monotonic()
@@ -148,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build the simulator and run it; return 1 if an invariant does not hold."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--seed", type=int, help="the only seed, or the first; default: a fresh one"
+        "--seed", type=int, help="the only seed, or the first; default: of the commit"
     )
     parser.add_argument("--count", type=int, help="seeds one after another")
     parser.add_argument("--seconds", type=float, help="of seeds one after another")

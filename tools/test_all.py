@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ OF_SOURCES = (
     "test_simulated_engine",
     "test_simulated_steps",
 )
+# Of a unit that failed, printed again at the end, as hours of other output may be in between.
+LAST_LINES = 40
 # A unit may take longer than expected by this factor.
 SLACK = 1.25
 JOBS = "tests/parallel/test"
@@ -126,16 +129,32 @@ def parse_part(text: str) -> tuple[int, int]:
     return k, n
 
 
-def run(unit: Unit, folder: Path, python: Path, more: Sequence[str]) -> int:
-    """Run a unit, in a folder without the library's sources if it can; return its exit status."""
+def run(unit: Unit, folder: Path, python: Path, more: Sequence[str]) -> tuple[int, list[str]]:
+    """Run a unit, in a folder without the library's sources if it can.
+
+    Returns its exit status and the last lines of what it printed.
+    """
     if unit.tool:
         is_file = unit.tool.endswith(".py")
         program = [sys.executable, str(ROOT / "tools" / unit.tool)] if is_file else [unit.tool]
         command = [*program, *unit.words]
-        return subprocess.run(command, cwd=ROOT).returncode
-    interpreter = sys.executable if unit.is_of_sources else str(python.absolute())
-    command = [interpreter, "-m", "pytest", *unit.words, *more]
-    return subprocess.run(command, cwd=ROOT if unit.is_of_sources else folder).returncode
+    else:
+        interpreter = sys.executable if unit.is_of_sources else str(python.absolute())
+        command = [interpreter, "-m", "pytest", *unit.words, *more]
+    has_sources = bool(unit.tool) or unit.is_of_sources
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    with subprocess.Popen(
+        command,
+        cwd=ROOT if has_sources else folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            last.append(line)
+    return process.returncode, list(last)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     units = units[first:] + units[:first]
     rows = []
     left_out = []
+    failed: list[str] = []  # the last lines of units that failed
     elapsed = usual = 0.0
     with tempfile.TemporaryDirectory(prefix="tfscale-tests-") as name:
         folder = Path(name)
@@ -175,11 +195,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 usual += unit.minutes
                 continue
             start = time.monotonic()
-            status = run(unit, folder, arguments.python, words[cut + 1 :])
+            status, last = run(unit, folder, arguments.python, words[cut + 1 :])
+            failed += [f"== the end of {unit.name}\n", *last] if status else []
             minutes = (time.monotonic() - start) / 60
             rows.append((unit.name, minutes, status))
             elapsed += minutes
             usual += unit.minutes
+    print(*failed, sep="", end="")
     for name, minutes, status in rows:
         print(f"{minutes:6.1f} min  {'passed' if status == 0 else f'FAILED ({status})'}  {name}")
     print(f"{elapsed:6.1f} min  part {part} of {n_parts}")

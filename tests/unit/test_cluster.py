@@ -126,6 +126,11 @@ def test_the_launcher_enters_the_node_under_its_name(tmp_path):
     assert done.stdout == "".join(f"{word}|" for word in words)
 
 
+def test_the_launcher_runs_shell_commands_that_set_variables_first(tmp_path):
+    done = _run_script(tmp_path, "-x", LAYOUT.nodes[0].address, "A=1; export A;", "prted")
+    assert done.stdout.endswith("|sh|-c|hostname node0 && A=1; export A; prted|")
+
+
 def test_the_launcher_refuses_other_hosts(tmp_path):
     for host in ("10.0.0.1", "example.org", "198.18.0.99", "node1"):
         done = _run_script(tmp_path, host, "true")

@@ -55,11 +55,26 @@ def test_units_without_enough_time_are_left_out_and_named(capsys):
 def test_units_are_left_out_sooner_where_the_machine_is_slow(capsys, monkeypatch):
     now = iter(range(0, 10**6, 60 * 30))  # each unit takes half an hour
     monkeypatch.setattr(parts.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(parts, "run", lambda *arguments: 0)
+    monkeypatch.setattr(parts, "run", lambda *arguments: (0, []))
     assert parts.main(["--minutes", "55", "--only", "[234] ranks"]) == 0  # 20, 14, 14 as usual
     said = capsys.readouterr().out
     assert "30.0 min  passed  2 ranks" in said
     assert "Left out, as 55 minutes are too few: 3 ranks, 4 ranks." in said  # 30 + 1.25 * 21 > 55
+
+
+def test_what_a_failed_unit_printed_last_is_printed_again_at_the_end(capfd):
+    n_lines = parts.LAST_LINES + 9
+    unit = parts.Unit(
+        "fails", 1.0, ("-c", f"for i in $(seq {n_lines}); do echo line $i; done; false"), "sh"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "UNITS", (unit, parts.Unit("passes", 1.0, (), "true")))
+        assert parts.main([]) == 1
+    said = capfd.readouterr().out.splitlines()
+    again = said.index("== the end of fails")
+    assert said[1] == "line 1" and again > said.index("== passes, about 1 min")
+    assert said[again + 1 : again + 3] == ["line 10", "line 11"] and said[-4] == f"line {n_lines}"
+    assert "FAILED (1)  fails" in said[-3] and "passed  passes" in said[-2]
 
 
 def test_another_unit_comes_first(capsys):

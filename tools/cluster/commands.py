@@ -213,7 +213,7 @@ def difference(
 
 
 def launcher_script(layout: Layout) -> str:
-    """Return the script that mpiexec calls as it would call ssh: options, host, command.
+    """Return the script that mpiexec calls as it would call ssh: options, host, shell command.
 
     It enters the namespace of the node with that address. Each node has its own host name, so
     that the ranks of two nodes do not take themselves for neighbours and use shared memory, and
@@ -231,7 +231,11 @@ case "$host" in
 {cases}
   *) echo "$host is no node of the emulated cluster {layout.name}" >&2; exit 1;;
 esac
-exec ip netns exec "$namespace" unshare --uts sh -c "hostname $name && exec $*"
+case "$1" in
+  *=*) ;;  # Open MPI sets variables first
+  *) set -- exec "$@";;
+esac
+exec ip netns exec "$namespace" unshare --uts sh -c "hostname $name && $*"
 """
 
 
@@ -256,6 +260,19 @@ def run_variables(script: str, n_ranks: int, n_cores: int) -> dict[str, str]:
     if n_ranks > n_cores:
         variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
     return variables
+
+
+def open_mpi_variables(script: str) -> dict[str, str]:
+    """Return the environment that makes Open MPI use the script and the emulated links."""
+    return {
+        "PRTE_MCA_plm": "ssh",
+        "PRTE_MCA_plm_ssh_agent": script,
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_btl": "self,sm,tcp",
+        "OMPI_MCA_btl_tcp_if_include": LINK,
+        # It does not see that nodes share cores.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
 
 
 def describe(command: Command) -> str:

@@ -11,7 +11,9 @@ from typing import IO
 
 from tfscale.config import ConfigError, ExchangeError, environment
 from tfscale.launcher.mpi_command import (
+    JOB_VARIABLE,
     LaunchSpec,
+    Mpi,
     build_command,
     end_processes,
     find_mpi,
@@ -49,6 +51,7 @@ def run(
     output: IO[str] | None = None,
     timeout_s: float | None = None,
     n_nodes: int | None = None,
+    mpiexec: str | None = None,
 ) -> RunResult:
     """Run a program on the nodes of a cluster, ranks spread evenly in order.
 
@@ -60,19 +63,22 @@ def run(
         output: Where the ranks print; None is this process's own output.
         timeout_s: Limit in seconds.
         n_nodes: Only the first nodes; None for as many as there are ranks, or all.
+        mpiexec: That of MPICH or Open MPI, whose ranks get `extra` and no other variables of this
+            process; None for the one of this environment.
 
     Returns:
         Exit code and what the links moved. None of the ranks is left.
 
     Raises:
-        ConfigError: No such cluster, no MPICH, or nothing to start.
+        ConfigError: No such cluster, neither MPICH nor Open MPI, or nothing to start.
         ExchangeError: More than one node took part and a link moved next to nothing although the
             program succeeded: its messages went another way, and its times mean nothing.
         subprocess.TimeoutExpired: It took longer than `timeout_s`.
     """
     state = existing(name)
     n_nodes = min(size, n_nodes or size, len(state.layout.nodes))
-    words, environ = _prepare(state.layout, (size, n_nodes), command, extra or {})
+    mpi = find_mpi(mpiexec)
+    words, environ = _prepare(state.layout, (size, n_nodes), command, extra or {}, mpi)
     before = read_bytes(name)
     job, environ = new_job(environ)
     code = _run_marked(state, job, words, environ, (output, timeout_s))
@@ -99,23 +105,41 @@ def check_moved(moved: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def _prepare(
-    layout: Layout, where: tuple[int, int], command: Sequence[str], extra: Mapping[str, str]
+    layout: Layout,
+    where: tuple[int, int],
+    command: Sequence[str],
+    extra: Mapping[str, str],
+    mpi: Mpi | None,
 ) -> tuple[list[str], dict[str, str]]:
     size, n_nodes = where
-    mpi = find_mpi()
-    if mpi is not None and mpi.kind != "mpich":
+    if mpi is not None and mpi.kind not in ("mpich", "openmpi"):
         raise ConfigError(
-            f"Runs in an emulated cluster need MPICH's mpiexec. Received: {mpi.kind} "
-            f"{mpi.version}. Install it: pip install mpich"
+            "Runs in an emulated cluster need the mpiexec of MPICH or Open MPI. Received: "
+            f"{mpi.kind} {mpi.version}. Install MPICH: pip install mpich"
         )
+    script, is_open = str(script_path(layout.name)), mpi is not None and mpi.kind == "openmpi"
     spec = LaunchSpec(tuple(command), size, n_cores=count_cores())
-    variables = commands.run_variables(str(script_path(layout.name)), size, spec.n_cores)
+    if is_open:
+        variables = commands.open_mpi_variables(script)
+    else:
+        variables = commands.run_variables(script, size, spec.n_cores)
     environ = {**environment(), **variables, **extra}
     # All nodes share the cores of this machine.
-    environ = {**environ, **thread_variables(spec, environ)}
+    threads = thread_variables(spec, environ)
+    environ = {**environ, **threads}
+    # Open MPI passes on only those of its own, and what it is told.
+    passed = dict.fromkeys([*extra, *threads, JOB_VARIABLE], "") if is_open else None
     counts = [size // n_nodes + (i < size % n_nodes) for i in range(n_nodes)]
     hosts = tuple((node.address, n) for node, n in zip(layout.nodes, counts, strict=False))
-    placed = LaunchSpec(tuple(command), size, hosts=hosts, n_cores=spec.n_cores, bind_to="none")
+    placed = LaunchSpec(
+        tuple(command),
+        size,
+        hosts=hosts,
+        n_cores=spec.n_cores,
+        bind_to="none",
+        is_root=True,
+        environment=passed,
+    )
     words = build_command(placed, mpi)
     return commands.inside(layout.bridge_namespace, *words), environ
 
