@@ -188,7 +188,7 @@ class Settings:
     stall_shutdown_s: float = 600.0
     chunk_bytes: int = 1 << 20
     window_bytes: int = 128 << 20
-    host_memory: int = 32 << 10
+    host_memory: int = 512 << 10
     reduce_threads: int = 0
     pin_core: str = "none"
     ranks_per_host: int = 0

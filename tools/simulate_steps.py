@@ -43,7 +43,7 @@ BATCHES = {
 }
 LIMIT_S = 3600.0
 # As in tfscale.config.Settings.
-_CHUNK_BYTES, _WINDOW_BYTES, _HOST_MEMORY_BYTES = 1 << 20, 128 << 20, 32 * 1024
+_CHUNK_BYTES, _WINDOW_BYTES, _HOST_MEMORY_BYTES = 1 << 20, 128 << 20, 512 * 1024
 BEST_WAY = -1
 _KINDS = {"allreduce": "r", "alltoall": "s", "gather": "g"}
 

@@ -46,7 +46,7 @@ EngineOptions Options(int ranks_per_host) {
   options.max_message_bytes = 1 << 30;
   options.chunk_bytes = 1 << 20;
   options.window_bytes = 128 << 20;
-  options.host_memory_bytes = 32 * 1024;
+  options.host_memory_bytes = 512 * 1024;
   options.reduce_threads = 1;
   options.pin_core = -1;
   options.ranks_per_host = ranks_per_host;
