@@ -134,7 +134,7 @@ bench-quick: NAME := quick
 bench-full: NAME := full
 bench-quick bench-full: EXTENT = --$(NAME)
 bench bench-quick bench-full: build
-	@$(BIN)/python -m benchmarks step single report $(if $(filter quick,$(NAME)),,fc1) collectives $(EXTENT) \
+	@$(BIN)/python -m benchmarks step single report $(if $(filter quick,$(NAME)),,fc1) $(EXTENT) \
 	  --output $(BENCH)/$(NAME).json $(if $(PLACES),--places $(PLACES)) $(ARGS_BENCH); status=$$?; \
 	test ! -f $(BENCH)/$(NAME).json || { \
 	  $(BIN)/python -m benchmarks.report $(BENCH)/$(NAME).json --output $(BENCH)/$(NAME) \

@@ -1,4 +1,4 @@
-"""Measure: `python -m benchmarks collectives step --quick --output results.json`."""
+"""Measure: `python -m benchmarks step --quick --output results.json`."""
 
 from __future__ import annotations
 

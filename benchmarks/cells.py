@@ -39,8 +39,6 @@ _IN_ALL_ROUNDS = ("compute", "tcp", "tfscale-sharded")
 # A number without an interval is enough for these, and two rounds for large models, whose systems
 # are far apart, so that the tables take two hours.
 _ONCE = ("mwms", *(f"tfscale-{name}" for name in LOCAL))
-_SIZES = tuple(1024 * 4**i for i in range(10))  # 1 KB to 256 MB
-_QUICK_SIZES = (64 << 10, 1 << 20, 16 << 20)
 
 
 @dataclass(frozen=True)
@@ -110,26 +108,6 @@ def has_horovod() -> bool:
 
 def _baselines(*others: str) -> list[str]:
     return [*(["horovod"] if has_horovod() else []), *others]
-
-
-def collective_cells(choice: Choice) -> list[Cell]:
-    """Return the cells of allreduce by size."""
-    quick = choice.extent == QUICK
-    sizes = _QUICK_SIZES if quick else _SIZES
-    arguments = ("--bytes", *map(str, sizes), "--repeats", "5")
-    cells = []
-    for place in choice.places or (MEMORY, "1gbit"):
-        is_layout, has_links = "@" in place, MEMORY not in place
-        one = parse_place(place, 4 if has_links else 2).n_ranks
-        for n_ranks in [one] if is_layout or quick else [2, 4]:
-            group = f"{place} {n_ranks} ranks"
-            systems = ("mpi4py", "mpi-in-tensorflow", "tfscale", *_baselines())
-            for system in (*systems, *(["tcp"] if has_links else [])):
-                if choice.systems and system not in choice.systems:
-                    continue
-                most = 0 if is_layout else 1
-                cells.append(Cell("collectives", group, system, place, n_ranks, arguments, most))
-    return cells
 
 
 def step_cells(choice: Choice) -> list[Cell]:
@@ -348,7 +326,6 @@ def overlap_cells(choice: Choice) -> list[Cell]:
 
 
 SUITES: dict[str, Callable[[Choice], list[Cell]]] = {
-    "collectives": collective_cells,
     "step": step_cells,
     "fc1": fc1_cells,
     "gathers": gather_cells,

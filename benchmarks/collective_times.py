@@ -26,7 +26,7 @@ from benchmarks.launch import cluster_for, has_open_mpi, run_ranks
 from benchmarks.markdown import table, three_digits
 from benchmarks.numbers import Ratio, paired_ratio
 from benchmarks.places import parse_place
-from benchmarks.report import about
+from benchmarks.report import about, made_by
 
 PLACES = ("1x2@memory", "1x4@memory", "4x1@1gbit", "2x2@1gbit", "2x4@1gbit")
 SIZES = tuple(1024 * n for n in (1, 4, 16, 64, 256, 1024, 4096, 16384, 32768, 65536))
@@ -134,33 +134,51 @@ def compare(
     return Comparison(median(ours), median(other), ratio)
 
 
-def page(content: sessions.Content) -> str:
-    """Return a table per place, and how many cells are lost."""
-    parts, n_cells, lost = [about(content)], 0, []
+Comparisons = dict[tuple[str, int, tuple[str, str]], Comparison]
+
+
+def comparisons(runs: list[dict[str, Any]]) -> Comparisons:
+    """Return those of all places, sizes and pairs that were measured."""
+    found = {}
     for place in PLACES:
-        here = {run["system"] for run in content["runs"] if run["group"] == place}
-        pairs = [pair for pair in PAIRS if here.issuperset(pair)]
-        lines = []
         for n_bytes in SIZES:
-            line = [f"{n_bytes:,}"]
-            found = [compare(content["runs"], place, n_bytes, *pair) for pair in pairs]
-            for one in found:
-                line += _columns(one) if one else ["—", "—", "—"]
-            slower = [
-                other
-                for (_, other), one in zip(pairs, found, strict=True)
-                if one is not None and one.is_slower
-            ]
-            n_cells += bool(pairs)
-            if slower:
-                lost.append(f"{place} {n_bytes:,}")
-            lines.append([*line, "slower than " + ", ".join(slower) if slower else ""])
+            for pair in PAIRS:
+                one = compare(runs, place, n_bytes, *pair)
+                if one is not None:
+                    found[place, n_bytes, pair] = one
+    return found
+
+
+def page(content: sessions.Content, found: Comparisons) -> str:
+    """Return a table per place, and how many cells are lost."""
+    parts, n_cells, n_lost = [about(content)], 0, 0
+    for place in PLACES:
+        pairs = [pair for pair in PAIRS if (place, SIZES[0], pair) in found]
         head = ["bytes"]
         for ours, other in pairs:
             head += [f"{ours} ms", f"{other} ms", f"{other} / {ours}"]
-        parts += [f"## {place}\n", table([*head, ""], lines)]
-    parts.insert(1, f"Not slower in {n_cells - len(lost)} of {n_cells} cells.\n")
+        lines = []
+        for n_bytes in SIZES if pairs else ():
+            here = {pair: found[place, n_bytes, pair] for pair in pairs}
+            slower = [other for (_, other), one in here.items() if one.is_slower]
+            n_cells += 1
+            n_lost += bool(slower)
+            line = [word for one in here.values() for word in _columns(one)]
+            lines.append([f"{n_bytes:,}", *line, ", ".join(slower)])
+        parts += [f"## {place}\n", table([*head, "slower than"], lines)]
+    parts.insert(1, f"Not slower in {n_cells - n_lost} of {n_cells} cells.\n")
     return "\n".join(parts)
+
+
+def draw(content: sessions.Content, found: Comparisons, path: Path) -> None:
+    """Draw the ratios of all pairs by size, a panel per place."""
+    from benchmarks.pictures import draw_collectives
+
+    ratios: dict[str, dict[str, list[tuple[int, Ratio]]]] = {}
+    for (place, n_bytes, (ours, other)), one in found.items():
+        lines = ratios.setdefault(place, {})
+        lines.setdefault(f"{other} / {ours}", []).append((n_bytes, one.ratio))
+    draw_collectives(ratios, path, made_by(content, "collectives"))
 
 
 def _columns(one: Comparison) -> list[str]:
@@ -185,9 +203,12 @@ def main() -> None:
     if options.page is None:
         measure(options.output, options.blocks, tuple(options.places))
         return
+    content = sessions.read(options.output)
+    found = comparisons(content["runs"])
+    draw(content, found, options.page / "collectives.png")
     path = options.page / "results" / "collectives.md"
     above = path.read_text().partition(_MARK)[0] if path.exists() else "# Allreduces\n\n"
-    path.write_text(f"{above}{_MARK}\n{page(sessions.read(options.output))}")
+    path.write_text(f"{above}{_MARK}\n{page(content, found)}")
 
 
 if __name__ == "__main__":

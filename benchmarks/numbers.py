@@ -80,15 +80,6 @@ def paired_ratio(
     return Ratio(statistics.median(ratios), medians[cut], medians[-1 - cut], len(ratios), False)
 
 
-def bus_bandwidth(payload_bytes: int, n_ranks: int, seconds: float) -> float:
-    """Return an allreduce's bus bandwidth in bytes/s: 2 (n - 1) / n times payload over time.
-
-    Source: nccl-tests, PERFORMANCE.md: the rate at which each link must at least have worked,
-        comparable over numbers of ranks.
-    """
-    return 2 * (n_ranks - 1) / n_ranks * payload_bytes / seconds
-
-
 @dataclass(frozen=True)
 class Weights:
     """The trainable variables of one layer.

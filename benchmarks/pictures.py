@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -13,8 +14,8 @@ from matplotlib import pyplot as plt
 
 from benchmarks.gather_tables import gathers_of
 from benchmarks.kernel_times import BACKWARD, FORWARD
-from benchmarks.numbers import bus_bandwidth, spread
-from benchmarks.rows import Row, Runs, step_limit, systems_of
+from benchmarks.numbers import Ratio, spread
+from benchmarks.rows import Row, Runs, step_limit
 from benchmarks.step_tables import TORCH_COMPUTE, name_of
 
 _COLOURS = {"horovod": "tab:orange", "mwms": "tab:red", "mpi": "tab:brown"}
@@ -27,26 +28,31 @@ _PASS_ROWS = {
 }
 
 
-def draw_collectives(rows: Sequence[Row], folder: Path, made: str) -> None:
-    """Draw bus bandwidth over bytes, a panel per place and number of ranks."""
-    groups = list(dict.fromkeys(row.group for row in rows))
-    if not groups:
-        return
-    figure, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4), squeeze=False)
-    for group, axis in zip(groups, axes[0], strict=True):
-        chosen = [row for row in rows if row.group == group]
-        for system in systems_of(chosen):
-            points = [
-                (int(r.case), bus_bandwidth(int(r.case), r.n_ranks, r.median_s(system)) / 1e9)
-                for r in chosen
-                if system in r.rounds
-            ]
-            axis.loglog(*zip(*points, strict=True), marker="o", label=system)
-        axis.set(title=group, xlabel="bytes", ylabel="bus bandwidth, GB/s")
+def draw_collectives(
+    ratios: Mapping[str, Mapping[str, Sequence[tuple[int, Ratio]]]], path: Path, made: str
+) -> None:
+    """Draw how many times as long others take, by bytes, with intervals: a panel per place."""
+    figure, axes = plt.subplots(
+        1, len(ratios), figsize=(3.6 * len(ratios), 3.6), squeeze=False, sharey=True
+    )
+    for (place, lines), axis in zip(ratios.items(), axes[0], strict=True):
+        for label, points in lines.items():
+            sizes = [n_bytes for n_bytes, _ in points]
+            (line,) = axis.plot(sizes, [r.median for _, r in points], marker="o", label=label)
+            ends = [r.low for _, r in points], [r.high for _, r in points]
+            axis.fill_between(sizes, *ends, color=line.get_color(), alpha=0.2)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(title=place, xlabel="bytes", xscale="log", yscale="log")
         axis.grid(True, alpha=0.3)
-    lines = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*lines, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    save(figure, folder / "benchmarks-allreduce.png", made)
+    axes[0, 0].set_ylabel("their time / ours")
+    named: dict[str, Any] = {}
+    for axis in axes[0]:
+        handles, labels = axis.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        named.values(), named.keys(), ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0)
+    )
+    save(figure, path, made)
 
 
 def draw_steps(rows: Sequence[Row], path: Path, made: str) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from benchmarks import sessions
 from benchmarks.cells import is_asleep
 from benchmarks.gather_tables import gathers_of, gathers_table
-from benchmarks.markdown import megabytes, milliseconds, ratio_text, table, three_digits
-from benchmarks.numbers import bus_bandwidth, physical_limit
+from benchmarks.markdown import milliseconds, table
 from benchmarks.rows import Row, Runs, collect, systems_of
 from benchmarks.sleeping_tables import tables as sleeping_tables
 from benchmarks.speedup_tables import speedup_table
@@ -32,25 +31,11 @@ def _cell(row: Row, system: str) -> str:
     return milliseconds(row.samples(system))
 
 
-def collectives_table(rows: Sequence[Row]) -> str:
-    """Return durations, our bus bandwidth, ratios to other systems, and what links carried."""
+def keras_table(rows: Sequence[Row]) -> str:
+    """Return the steps of `fit` on both backends, medians with quartiles in brackets."""
     systems = systems_of(rows)
-    others = [s for s in systems if s != "tfscale"]
-    head = ["where", "bytes", *(f"{s} ms" for s in systems), "tfscale bus GB/s", "limit ms"]
-    lines = []
-    for row in rows:
-        n_bytes = int(row.case)
-        where = row.where
-        sent = 2 * (where.n_hosts - 1) / where.n_hosts * n_bytes
-        rate = where.rate_bits_s
-        limit = "" if rate is None else three_digits(physical_limit(0.0, sent, rate))
-        line = [row.group, f"{n_bytes:,}", *(_cell(row, s) for s in systems)]
-        has_ours = "tfscale" in row.rounds
-        bandwidth = bus_bandwidth(n_bytes, row.n_ranks, row.median_s("tfscale")) if has_ours else 0
-        line += [f"{bandwidth / 1e9:.3g}", limit, *(ratio_text(row, o, "tfscale") for o in others)]
-        lines.append([*line, megabytes(row, systems)])
-    head += [*(f"{o} / tfscale" for o in others), "MB sent per host and allreduce"]
-    return table(head, lines)
+    lines = [[row.group, *(_cell(row, system) for system in systems)] for row in rows]
+    return table(["model and links", *(f"{s.removeprefix('keras-')} ms" for s in systems)], lines)
 
 
 def other_tables(runs: Runs) -> str:
@@ -110,7 +95,6 @@ def report(content: dict[str, Any], title: str) -> str:
     parts = [f"# {title}\n"] if title else []
     parts += [about(content)]
     steps = collect(runs, "step")
-    collectives = collect(runs, "collectives")
     if steps:
         parts += ["## Training steps\n", "![ms per step](benchmarks-steps.png)\n", summary(steps)]
         parts += map(group_table, steps)
@@ -124,9 +108,8 @@ def report(content: dict[str, Any], title: str) -> str:
         parts += ["## What hides the gather of parameters\n"]
         parts += ["![one step](benchmarks-gathers.png)\n"]
         parts += [gathers_table(runs)]
-    if collectives:
-        parts += ["## Allreduce\n", "![bus bandwidth](benchmarks-allreduce.png)\n"]
-        parts += [collectives_table(collectives)]
+    if backends := collect(runs, "keras"):
+        parts += ["## `fit` on TensorFlow and on PyTorch\n", keras_table(backends)]
     if slept:
         parts += ["## Where layers sleep\n", *slept]
     if failed:
@@ -159,11 +142,10 @@ def main() -> None:
     above, mark, _ = (path.read_text() if path.exists() else "").partition(_MARK)
     page = above + mark + "\n" + report(content, "") if mark else report(content, "Benchmarks")
     path.write_text(page)
-    from benchmarks.pictures import draw_collectives, draw_gathers, draw_steps
+    from benchmarks.pictures import draw_gathers, draw_steps
 
-    made = {suite: made_by(content, suite) for suite in ("collectives", "step", "gathers")}
+    made = {suite: made_by(content, suite) for suite in ("step", "gathers")}
     runs = computed(content)
-    draw_collectives(collect(runs, "collectives"), options.output, made["collectives"])
     steps = options.output / "benchmarks-steps.png"
     draw_steps(collect(runs, "step"), steps, f"{made['step']}; bars: quartiles")
     draw_gathers(runs, options.output, made["gathers"])

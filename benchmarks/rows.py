@@ -66,7 +66,7 @@ def collect(runs: Runs, suite: str) -> list[Row]:
             case, system = run_case, run["system"]
             if suite in IN_TURN:  # both systems in one run, as its cases
                 case, system = run["group"], run_case
-            place = run["group"].split()[0 if suite == "collectives" else -1]
+            place = run["group"].split()[-1]
             empty = Row(run["group"], case, place, run["n_ranks"], {}, {})
             row = rows.setdefault((run["group"], case), empty)
             # Computing alone has no links, and what "auto" predicts is for a step without input.

@@ -18,28 +18,13 @@ _ENOUGH_BYTES = 256 << 20
 _MOST_REPEATS = 200
 
 
-def mpi4py_allreduce(n_elements: int) -> Callable[[], object]:
+def mpi_allreduce(n_elements: int) -> Callable[[], object]:
     """Return a call of MPI's own allreduce."""
     from mpi4py import MPI
 
     sent: np.ndarray = np.ones(n_elements, np.float32)
     received = np.empty_like(sent)
     return lambda: MPI.COMM_WORLD.Allreduce(sent, received)
-
-
-def mpi_in_tensorflow(n_elements: int) -> Callable[[], object]:
-    """Return a call of MPI's own allreduce from a traced function, as TensorFlow would make it."""
-    import tensorflow as tf
-
-    tensor, allreduce = tf.ones(n_elements), mpi4py_allreduce(n_elements)
-    received: np.ndarray = np.zeros(n_elements, np.float32)
-
-    def call(_: np.ndarray) -> np.ndarray:
-        allreduce()
-        return received
-
-    traced = tf.function(lambda x: tf.numpy_function(call, [x], tf.float32))
-    return lambda: traced(tensor)
 
 
 def tfscale_allreduce(n_elements: int) -> Callable[[], object]:
@@ -96,9 +81,7 @@ def tcp_ring(n_elements: int) -> Callable[[], object]:
 
 
 SYSTEMS = {
-    "mpi4py": mpi4py_allreduce,
-    "open-mpi": mpi4py_allreduce,
-    "mpi-in-tensorflow": mpi_in_tensorflow,
+    "open-mpi": mpi_allreduce,
     "tcp": tcp_ring,
     "tfscale": tfscale_allreduce,
     "horovod": horovod_allreduce,

@@ -119,7 +119,7 @@ def test_side_by_side_is_for_steps_outside_of_fit(monkeypatch, capsys):
     assert main.main() == 0
     systems = {cell.system for cell in measured}
     assert "tfscale-auto" in systems and "tfscale-auto-fit" not in systems
-    for suites in (["collectives"], ["step", "collectives"]):
+    for suites in (["fit"], ["step", "fit"]):
         monkeypatch.setattr("sys.argv", ["benchmarks", *suites, *words])
         with pytest.raises(SystemExit):
             main.main()

@@ -50,7 +50,7 @@ def test_the_slowest_rank_counts(tmp_path):
 
 def test_every_suite_compares_systems_within_its_groups():
     for extent in (QUICK, TABLE, FULL):
-        for suite in ("collectives", "step", "fc1", "gathers"):
+        for suite in ("step", "fc1", "gathers", "keras"):
             cells = SUITES[suite](Choice(extent))
             for group in {cell.group for cell in cells}:
                 assert len({cell.system for cell in cells if cell.group == group}) >= 2
@@ -110,8 +110,8 @@ def test_places_and_their_cells():
             parse_place(text)
     cells = cells_of(["step"], Choice(models=["resnet50"], places=["2x2@1gbit"]))
     assert {(c.n_ranks, c.place) for c in cells} == {(4, "2x2@1gbit"), (4, "memory")}
-    cells = cells_of(["collectives"], Choice(places=["2x4@1gbit"]))
-    assert {c.n_ranks for c in cells} == {8} and "tcp" in {c.system for c in cells}
+    cells = cells_of(["keras"], Choice(places=["2x4@1gbit"]))
+    assert {(c.n_ranks, c.place) for c in cells} == {(8, "2x4@1gbit"), (8, "memory")}
 
 
 def test_bytes_of_links_are_counted_per_call(monkeypatch):

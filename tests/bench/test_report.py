@@ -146,7 +146,6 @@ def test_paired_ratio_of_many_rounds_has_an_interval_around_its_median():
 
 
 def test_bytes_and_rates():
-    assert numbers.bus_bandwidth(1000, 4, 1.0) == 1500  # as nccl-tests do
     dense, other = Weights(1_001_000, 1000, 1000), Weights(50)
     assert numbers.allreduce_bytes([dense, other], 4) == 1.5 * 4 * 1_001_050
     assert numbers.least_bytes([dense, other], 4, local_batch=1) == 4 * 3 * 2000 + 1.5 * 4 * 50
