@@ -154,11 +154,13 @@ def page(content: sessions.Content, found: Comparisons) -> str:
     parts, n_cells, n_lost = [about(content)], 0, 0
     for place in PLACES:
         pairs = [pair for pair in PAIRS if (place, SIZES[0], pair) in found]
+        if not pairs:
+            continue
         head = ["bytes"]
         for ours, other in pairs:
             head += [f"{ours} ms", f"{other} ms", f"{other} / {ours}"]
         lines = []
-        for n_bytes in SIZES if pairs else ():
+        for n_bytes in SIZES:
             here = {pair: found[place, n_bytes, pair] for pair in pairs}
             slower = [other for (_, other), one in here.items() if one.is_slower]
             n_cells += 1
@@ -184,8 +186,8 @@ def draw(content: sessions.Content, found: Comparisons, path: Path) -> None:
 def _columns(one: Comparison) -> list[str]:
     ratio = one.ratio
     return [
-        three_digits(1e3 * one.ours_s),
-        three_digits(1e3 * one.other_s),
+        three_digits(one.ours_s),
+        three_digits(one.other_s),
         f"{ratio.median:.2f} ({ratio.low:.2f}..{ratio.high:.2f})",
     ]
 
