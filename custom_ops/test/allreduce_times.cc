@@ -106,13 +106,11 @@ void TimeSize(const Job& job, size_t bytes, double seconds, size_t n_tensors) {
 
 void TimeAll(int ranks_per_host, double seconds, size_t n_tensors) {
   Job job(Options(ranks_per_host));
-  const size_t n_ranks = static_cast<size_t>(job.size());
   if (job.rank() == 0) {
     std::printf("     bytes     engine        MPI   ratio  messages   bytes sent   bytes read\n");
   }
-  const size_t largest = std::min(size_t{64} << 20, (size_t{256} << 20) / n_ranks);
-  for (size_t bytes = 1024; bytes <= largest; bytes *= 4) {
-    TimeSize(job, bytes, seconds, n_tensors);
+  for (size_t kib : {1, 4, 16, 64, 256, 1024, 4096, 16384, 32768, 65536}) {
+    TimeSize(job, kib << 10, seconds, n_tensors);
   }
 }
 
