@@ -249,7 +249,7 @@ def speedup_cells(choice: Choice) -> list[Cell]:
     for model in choice.models or (("dense512",) if quick else SPEEDUP_MODELS):
         few = _SHORT.get(model, counts) if model in MODELS else counts
         common = ("--model", model, "--repeats", str(few[0]), "--warmup", str(few[1]))
-        for system in ("one-core", "both-cores", "compute", *ours, *_baselines()):
+        for system in ("one-core", "both-cores", "compute", "in-step", *ours, *_baselines()):
             n_ranks = 1 if system in ("one-core", "both-cores") else 2
             given = (*common, *(() if system == "both-cores" else ("--pin",)))
             if system == "one-core":

@@ -191,7 +191,8 @@ def test_compare_knows_ours(suite, system, case, is_ours):
 def test_one_process_beside_two_ranks():
     cells = cells_of(["speedup"], Choice(models=["lstm"], exchanges=["auto"]))
     ranks = {cell.system: cell.n_ranks for cell in cells if cell.system != "horovod"}
-    assert ranks == {"one-core": 1, "both-cores": 1, "compute": 2, "tfscale-auto": 2}
+    ranks_of_ours = {"compute": 2, "in-step": 2, "tfscale-auto": 2}
+    assert ranks == {"one-core": 1, "both-cores": 1, **ranks_of_ours}
     shares = {cell.system for cell in cells if cell.arguments[-2:] == ("--share", "2")}
     free = {cell.system for cell in cells if "--pin" not in cell.arguments}
     assert shares == {"one-core"} and free == {"both-cores"}
