@@ -79,7 +79,8 @@ def measure(path: Path, n_blocks: int, places: tuple[str, ...]) -> None:
         head = {"suite": "collectives", "group": place, "system": system, "place": place}
         facts = {"round": block, "session": session, "commit": provenance.commit()}
         facts["load"] = [provenance.load()]
-        runs.append({**head, **facts, "samples": samples})
+        medians = {size: [statistics.median(seconds)] for size, seconds in samples.items()}
+        runs.append({**head, **facts, "samples": medians})
         sessions.write(path, content)
         print(place, system, f"block {block + 1} of {n_blocks}", flush=True)
 

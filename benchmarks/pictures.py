@@ -35,12 +35,15 @@ def draw_collectives(
     figure, axes = plt.subplots(
         1, len(ratios), figsize=(3.6 * len(ratios), 3.6), squeeze=False, sharey=True
     )
+    labels_of_all = dict.fromkeys(label for lines in ratios.values() for label in lines)
+    colours = {label: f"C{number}" for number, label in enumerate(labels_of_all)}
     for (place, lines), axis in zip(ratios.items(), axes[0], strict=True):
         for label, points in lines.items():
             sizes = [n_bytes for n_bytes, _ in points]
-            (line,) = axis.plot(sizes, [r.median for _, r in points], marker="o", label=label)
+            colour = colours[label]
+            axis.plot(sizes, [r.median for _, r in points], "o-", color=colour, label=label)
             ends = [r.low for _, r in points], [r.high for _, r in points]
-            axis.fill_between(sizes, *ends, color=line.get_color(), alpha=0.2)
+            axis.fill_between(sizes, *ends, color=colour, alpha=0.2)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=place, xlabel="bytes", xscale="log", yscale="log")
         axis.grid(True, alpha=0.3)
