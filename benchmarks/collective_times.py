@@ -6,7 +6,8 @@
 A block measures all sizes. In C++ (`custom_ops/test/allreduce_times.cc`) the engine and MPI's own
 allreduce take turns in one job; from a traced function of TensorFlow, Horovod has a job of its own
 after tfscale's, or before it. So has Open MPI with HAN, called from Python, where hosts have
-several ranks (`make open-mpi`). An interrupted run continues with the next block.
+several ranks (`make open-mpi`). An interrupted run continues where it was; another commit, machine
+or version begins again.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import provenance, sessions
+from benchmarks.cells import has_horovod
 from benchmarks.harness import Cell, run_cell
 from benchmarks.launch import cluster_for, has_open_mpi, run_ranks
 from benchmarks.markdown import table, three_digits
 from benchmarks.numbers import Ratio, paired_ratio
 from benchmarks.places import parse_place
 from benchmarks.report import about, made_by
+from tools.cluster.running import leave_on_sigterm
 
 PLACES = ("1x2@memory", "1x4@memory", "4x1@1gbit", "2x2@1gbit", "2x4@1gbit")
 SIZES = tuple(1024 * n for n in (1, 4, 16, 64, 256, 1024, 4096, 16384, 32768, 65536))
@@ -62,18 +65,18 @@ def time_system(system: str, place: str) -> dict[str, list[float]]:
 
 
 def measure(path: Path, n_blocks: int, places: tuple[str, ...]) -> None:
-    """Add what is missing of the blocks of each place to the file."""
+    """Add what is missing of the blocks of each place to the file, which is of one session."""
     sys.path.insert(0, str(provenance.ROOT / "tools"))
     import cpp_tests
 
     (program,) = cpp_tests.build_tests("times", cpp_tests.TIMES, "", "allreduce_times.cc")
     content = sessions.read(path) if path.exists() else {"sessions": {}, "runs": []}
     session = sessions.enter(content, {**provenance.describe(), "cells": "collective times"})
-    runs: list[dict[str, Any]] = content["runs"]
+    runs: list[dict[str, Any]] = [r for r in content["runs"] if r["session"] == session]
+    content = {"sessions": {session: content["sessions"][session]}, "runs": runs}
 
     def has(place: str, system: str, block: int) -> bool:
-        here = (session, place, system, block)
-        return any((r["session"], r["group"], r["system"], r["round"]) == here for r in runs)
+        return any((r["group"], r["system"], r["round"]) == (place, system, block) for r in runs)
 
     def keep(place: str, system: str, block: int, samples: Mapping[str, list[float]]) -> None:
         head = {"suite": "collectives", "group": place, "system": system, "place": place}
@@ -92,7 +95,7 @@ def measure(path: Path, n_blocks: int, places: tuple[str, ...]) -> None:
                         keep(place, system, block, samples)
                 where = parse_place(place)
                 has_han = has_open_mpi() and 1 < where.n_hosts < where.n_ranks
-                systems = (*["open-mpi"] * has_han, "tfscale", "horovod")
+                systems = (*["open-mpi"] * has_han, "tfscale", *["horovod"] * has_horovod())
                 for system in systems[:: -1 if block % 2 else 1]:
                     if not has(place, system, block):
                         keep(place, system, block, time_system(system, place))
@@ -204,6 +207,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="do not measure")
     options = parser.parse_args()
     if options.page is None:
+        leave_on_sigterm()
         measure(options.output, options.blocks, tuple(options.places))
         return
     content = sessions.read(options.output)

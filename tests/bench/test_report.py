@@ -8,7 +8,7 @@ from compare import compare
 from benchmarks import harness, numbers, sessions
 from benchmarks.cells import Choice, cells_of
 from benchmarks.numbers import Ratio, Spread, Weights, paired_ratio, spread
-from benchmarks.report import report
+from benchmarks.report import keras_table, report
 from benchmarks.rows import collect, step_limit
 from benchmarks.speedup_tables import speedup_table
 from benchmarks.step_tables import eligible, group_table, overhead_table, summary
@@ -161,6 +161,14 @@ def test_bytes_and_rates():
 def content_of(*seconds, suite="step", system="tfscale-allreduce", case="vgg"):
     run = {"suite": suite, "group": "g", "system": system, "samples": {case: list(seconds)}}
     return {"runs": [run]}
+
+
+def test_backends_of_keras_stand_side_by_side():
+    ours, other = run("keras-tensorflow-sharded", 0, 1.0), run("keras-torch", 0, 2.0)
+    runs = [{**one, "suite": "keras", "load": [0.5]} for one in (ours, other)]
+    page = keras_table(collect(runs, "keras"))
+    assert "| tensorflow-sharded ms | torch ms |" in page
+    assert "| 1000 (1000..1000) | 2000 (2000..2000) |" in page
 
 
 def test_compare_tells_slower_from_noise():

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tfscale.config import ConfigError, ExchangeError
+from tfscale.launcher.mpi_command import JOB_VARIABLE, Mpi
 from tools.cluster import commands, running
 from tools.cluster.layout import NETWORK, make_layout, parse_rate
 from tools.cluster.state import State, delete_state, read_state, state_path, write_state
@@ -129,6 +130,30 @@ def test_the_launcher_enters_the_node_under_its_name(tmp_path):
 def test_the_launcher_runs_shell_commands_that_set_variables_first(tmp_path):
     done = _run_script(tmp_path, "-x", LAYOUT.nodes[0].address, "A=1; export A;", "prted")
     assert done.stdout.endswith("|sh|-c|hostname node0 && A=1; export A; prted|")
+
+
+def test_open_mpi_runs_on_the_nodes_too(monkeypatch):
+    started = {}
+    monkeypatch.setattr(running, "existing", lambda name: State(LAYOUT, {}))
+    monkeypatch.setattr(running, "read_bytes", lambda name: {})
+    monkeypatch.setattr(running.commands, "difference", lambda before, after: {})
+    monkeypatch.setattr(
+        running,
+        "_run_marked",
+        lambda state, job, words, environ, how: started.update(words=words, environ=environ) or 0,
+    )
+    mpi = {"kind": "openmpi", "version": "5.0", "mpiexec": "/open/mpiexec"}
+    monkeypatch.setattr(running, "find_mpi", lambda mpiexec: Mpi(**mpi))
+    running.run("main", 4, ["program"], {"SEED": "7"}, n_nodes=2, mpiexec="/open/mpiexec")
+    words, environ = started["words"], started["environ"]
+    assert words[words.index("-H") + 1] == ",".join(f"{n.address}:2" for n in LAYOUT.nodes[:2])
+    passed = {words[i + 1] for i, word in enumerate(words) if word == "-x"}
+    assert {"SEED", JOB_VARIABLE} <= passed and environ["SEED"] == "7"
+    assert environ["PRTE_MCA_plm_ssh_agent"].endswith("main.launcher")
+    assert environ["OMPI_MCA_btl_tcp_if_include"] == commands.LINK
+    mpi["kind"] = "intel"
+    with pytest.raises(ConfigError, match="Received: intel"):
+        running.run("main", 4, ["program"])
 
 
 def test_the_launcher_refuses_other_hosts(tmp_path):

@@ -49,3 +49,16 @@ def test_the_engine_in_it_is_the_librarys(program):
     for name in ("Scheduler::Step()", "CommThread::Run()", "Reduction::Begin()", "Marks::Poll()"):
         assert f" T tfscale::{name}" in symbols
     assert " U MPI_" not in symbols
+
+
+def test_seeds_are_those_of_the_commit(monkeypatch):
+    """So a run of CI can be repeated anywhere."""
+    commit = "0123456789" + "f" * 30 + "\n"
+    monkeypatch.setattr(simulate_engine.subprocess, "check_output", lambda *_, **__: commit)
+    assert simulate_engine.seed_of_commit() == 0x0123456789
+    monkeypatch.setattr(simulate_engine.subprocess, "check_output", _without_git)
+    assert simulate_engine.seed_of_commit() != simulate_engine.seed_of_commit()
+
+
+def _without_git(*_, **__):
+    raise FileNotFoundError("git")

@@ -63,8 +63,8 @@ def run(
         output: Where the ranks print; None is this process's own output.
         timeout_s: Limit in seconds.
         n_nodes: Only the first nodes; None for as many as there are ranks, or all.
-        mpiexec: That of MPICH or Open MPI, whose ranks get `extra` and no other variables of this
-            process; None for the one of this environment.
+        mpiexec: That of MPICH or Open MPI; None for the one of this environment. Open MPI's ranks
+            get `extra`, and no other variables of this process.
 
     Returns:
         Exit code and what the links moved. None of the ranks is left.
